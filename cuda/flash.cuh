@@ -24,7 +24,7 @@ template <int E> struct Tile {
 };
 
 // Of two rows of a warp's sixteen, lane / 4 and that + 8: the keys that they see, from .. to.
-struct Sight {
+struct KeyRange {
     int from[2], to[2];
 };
 
@@ -55,11 +55,11 @@ template <int E, int N> DEVICE void scores(float (&s)[N][4], const u32 (&q)[E / 
 }
 
 // -inf where a row does not see a key; `first` is the block's first key.
-template <int N> DEVICE void mask(float (&s)[N][4], int first, const Sight& sight) {
+template <int N> DEVICE void mask(float (&s)[N][4], int first, const KeyRange& key_range) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         // One comparison for both ends: what lies before is large as u32.
-        const u32 seen = sight.to[r] - sight.from[r], column = first + 2 * (lane_id() % 4) - sight.from[r];
+        const u32 seen = key_range.to[r] - key_range.from[r], column = first + 2 * (lane_id() % 4) - key_range.from[r];
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll

@@ -82,18 +82,18 @@ struct Work {
 };
 
 // The keys from .. to that a row sees.
-DEVICE int seen_to(const Work& work, int row) { return work.sequence.past + row / work.group + 1; }
-DEVICE int seen_from(const Work& work, int row) {
-    int to = seen_to(work, row);
+DEVICE int last_key(const Work& work, int row) { return work.sequence.past + row / work.group + 1; }
+DEVICE int first_key(const Work& work, int row) {
+    int to = last_key(work, row);
     return to < work.window ? 0 : to - work.window;
 }
 
 // The row of the sequence that a row of the tile computes: the last one also in place of rows after it.
-DEVICE int held(const Work& work, int r) { return work.row + (r < work.rows ? r : work.rows - 1); }
+DEVICE int clamped_row(const Work& work, int r) { return work.row + (r < work.rows ? r : work.rows - 1); }
 
-DEVICE Sight sight(const Work& work, int r) {
-    int low = held(work, r), high = held(work, r + 8);
-    return Sight{{seen_from(work, low), seen_from(work, high)}, {seen_to(work, low), seen_to(work, high)}};
+DEVICE KeyRange key_range(const Work& work, int r) {
+    int low = clamped_row(work, r), high = clamped_row(work, r + 8);
+    return KeyRange{{first_key(work, low), first_key(work, high)}, {last_key(work, low), last_key(work, high)}};
 }
 
 // Where a row lies in q and o, in units of head dims.
@@ -114,9 +114,9 @@ template <int E, int KEYS = Block<E>::KEYS> DEVICE Work work_of(const Paged& pag
     work.heads = paged.kv_heads * paged.group;
     work.kv_head = blockIdx.y;
     work.window = paged.window;
-    work.first = seen_from(work, work.row) / KEYS * KEYS;
+    work.first = first_key(work, work.row) / KEYS * KEYS;
     static_assert(RUN % KEYS == 0, "runs end where stages do");
-    work.end = seen_to(work, work.row + work.rows - 1);
+    work.end = last_key(work, work.row + work.rows - 1);
     return work;
 }
 
@@ -126,8 +126,8 @@ template <int E> DEVICE Head head_of(const Paged& paged, const Work& work) {
 
 // The 16 rows of a warp as the left operand of q k^T, straight from memory; `r` is this lane's upper row.
 template <int E> DEVICE void load_queries(u32 (&q)[E / 16][4], const Paged& paged, const Work& work, int r) {
-    const u32* low = (const u32*)(paged.q + place(work, held(work, r)) * E) + lane_id() % 4;
-    const u32* high = (const u32*)(paged.q + place(work, held(work, r + 8)) * E) + lane_id() % 4;
+    const u32* low = (const u32*)(paged.q + place(work, clamped_row(work, r)) * E) + lane_id() % 4;
+    const u32* high = (const u32*)(paged.q + place(work, clamped_row(work, r + 8)) * E) + lane_id() % 4;
 #pragma unroll
     for (int k = 0; k < E / 16; k++) {
         q[k][0] = low[k * 8];

@@ -29,10 +29,10 @@ template <int BLOCKS> struct Exchange {
 // The scores of this warp's block of a stage; their maxima go to the other warps.
 template <int E, int N, class EXCHANGE>
 DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf16* keys, int first,
-                          const Sight& sight, EXCHANGE* exchange) {
+                          const KeyRange& key_range, EXCHANGE* exchange) {
     int warp = warp_id(), lane = lane_id();
     scores<E>(s, q, keys + warp * 8 * N * Tile<E>::STRIDE);
-    mask(s, first + warp * 8 * N, sight);
+    mask(s, first + warp * 8 * N, key_range);
     float max[2];
     maxima(max, s);
     if (lane % 4 == 0) {
@@ -84,7 +84,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
     int warp = warp_id(), lane = lane_id(), r = lane / 4;
     Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
     const Head head = head_of<E>(paged, work);
-    Sight seen = sight(work, r);
+    KeyRange seen = key_range(work, r);
     // The result of the run that is walked, and that of the runs before.
     Running row = running(), past = running();
     float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};

@@ -89,7 +89,7 @@ struct Reach {
 DEVICE Reach reach(const Work& work, int base, int rows) {
     // No block of keys begins before 0.
     if (base >= work.rows) return Reach{0, 0};
-    return Reach{seen_to(work, held(work, base)), seen_to(work, held(work, base + rows - 1))};
+    return Reach{last_key(work, clamped_row(work, base)), last_key(work, clamped_row(work, base + rows - 1))};
 }
 
 // Whether the rows of a tile are done when they are joined to the runs before; else they go to `before`, too.
@@ -126,7 +126,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
     Reach seen = reach(work, base, Rows<E>::WARP_ROWS);
     for (int i = lane_id(); i < Rows<E>::WARP_ROWS * (E / 8); i += WARP) {
         int row = i / (E / 8), column = i % (E / 8) * 8;
-        copy_async(q + row * Tile<E>::STRIDE + column, paged.q + place(work, held(work, base + row)) * E + column, true);
+        copy_async(q + row * Tile<E>::STRIDE + column, paged.q + place(work, clamped_row(work, base + row)) * E + column, true);
     }
     Running row[M];
     float o[M][E / 8][4] = {};
@@ -156,7 +156,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
             if (first < seen.bottom - paged.window || first + KEYS > seen.top) {
                 // Read again here and at the end, so that the loop need not keep it in registers.
                 Work again = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
-                mask(s[m], first, sight(again, r + 16 * m));
+                mask(s[m], first, key_range(again, r + 16 * m));
             }
             take_block(row[m], decay[m], s[m], paged.scale);
         }

@@ -46,7 +46,7 @@ DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const
     const u32 pages = pages_of(head, work.first + start, work.end);
     load_tile<E, BLOCKS * KEYS>(keys, paged.keys, paged.kv_heads, head, pages, work.first + start, work.end);
     copy_commit();
-    Sight seen = sight(work, r);
+    KeyRange seen = key_range(work, r);
     u32 q[E / 16][4];
     load_queries<E>(q, paged, work, r);
     copy_wait<0>();

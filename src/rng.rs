@@ -43,13 +43,13 @@ impl Rng {
     }
 
     /// Four 32-bit words for `counter`.
-    pub fn words(self, counter: [u32; 4]) -> [u32; 4] {
+    pub fn random_words(self, counter: [u32; 4]) -> [u32; 4] {
         philox(self.key, counter)
     }
 
     /// Uniform in [0, 1), 24 bits.
     pub fn uniform(self, counter: [u32; 4]) -> f32 {
-        (self.words(counter)[0] >> 8) as f32 * (1.0 / 16_777_216.0)
+        (self.random_words(counter)[0] >> 8) as f32 * (1.0 / 16_777_216.0)
     }
 
     /// The key of a stream.
@@ -71,14 +71,14 @@ impl Rng {
 
     /// Uniform integer below `bound` (multiply-shift on 64 bits; bias below 2^-32 for bounds below 2^32).
     pub fn below(self, bound: u64, counter: [u32; 4]) -> u64 {
-        let w = self.words(counter);
+        let w = self.random_words(counter);
         let x = u128::from(u64::from(w[0]) | (u64::from(w[1]) << 32));
         ((x * u128::from(bound)) >> 64) as u64
     }
 
     /// Two independent standard normal numbers (Box-Muller).
     pub fn normal_pair(self, counter: [u32; 4]) -> [f32; 2] {
-        let w = self.words(counter);
+        let w = self.random_words(counter);
         let u = (f64::from(w[0]) + 1.0) / 4_294_967_296.0;
         let v = f64::from(w[1]) / 4_294_967_296.0;
         let r = (-2.0 * u.ln()).sqrt();

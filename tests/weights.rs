@@ -59,5 +59,5 @@ pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
 pub fn rollouts(world: &World) -> Vec<Axes> {
     let fitting = [1, 2, 4, 8].into_iter().filter(|t| world.size.is_multiple_of(*t));
     let mesh = |tensor| Mesh { tensor, ..Mesh::data_only(world.size / tensor) };
-    fitting.map(|tensor| Axes::of(&world.group(), &mesh(tensor))).collect()
+    fitting.map(|tensor| Axes::split_mesh(&world.group(), &mesh(tensor))).collect()
 }

@@ -62,7 +62,7 @@ impl<'a> From<Slice<'a>> for Part<'a> {
 }
 
 impl<'a> Payload<'a> {
-    fn of(parts: Vec<Part<'a>>, shard: Option<Shard>) -> Self {
+    fn from_parts(parts: Vec<Part<'a>>, shard: Option<Shard>) -> Self {
         Self { parts, shard, written: None, name_at: None }
     }
 
@@ -79,7 +79,7 @@ impl<'a> Payload<'a> {
     }
 
     pub fn bytes(bytes: &'a [u8]) -> Self {
-        Self::of(vec![Part::Host(bytes)], None)
+        Self::from_parts(vec![Part::Host(bytes)], None)
     }
 
     /// Stretches of the flat f32 vector `vector` of `len` elements, whose other elements are saved by other ranks:
@@ -94,7 +94,7 @@ impl<'a> Payload<'a> {
         let (ranges, parts): (Vec<[usize; 2]>, Vec<Part>) =
             stretches.map(|(start, values): (usize, Slice)| ([start, start + values.len()], values.into())).unzip();
         debug_assert!(ranges.windows(2).all(|w| w[0][1] <= w[1][0]), "{vector}: stretches {ranges:?} ascend");
-        Self::of(parts, Some(Shard { vector: vector.to_string(), ranges, len }))
+        Self::from_parts(parts, Some(Shard { vector: vector.to_string(), ranges, len }))
     }
 
     pub fn size(&self) -> u64 {

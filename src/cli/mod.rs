@@ -243,7 +243,7 @@ fn dispatch(verb: Verb) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Vec<String> {
+    fn split_line(line: &str) -> Vec<String> {
         line.split_whitespace().map(String::from).collect()
     }
 
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_first_argument_that_is_no_verb_means_run_and_options_with_equal_signs_are_split() {
-        assert_eq!(normalise(words("ppo.toml job.steps=3")), words("run ppo.toml job.steps=3"));
-        assert_eq!(normalise(words("generate --model=m --input f")), words("generate --model m --input f"));
+        assert_eq!(normalise(split_line("ppo.toml job.steps=3")), split_line("run ppo.toml job.steps=3"));
+        assert_eq!(normalise(split_line("generate --model=m --input f")), split_line("generate --model m --input f"));
     }
 }

@@ -72,7 +72,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
     let mut config = config::load(&args.job, &args.overrides)?;
     train::saved::locate(&mut config, &world.group());
     let on_cpu = args.gpu.eq_ignore_ascii_case("cpu");
-    config.settle_on(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
+    config.resolve_device(if on_cpu { DeviceName::Cpu } else { DeviceName::Gpu });
     if config.job.gemm == Gemm::Auto {
         // Only a GPU shows which is faster; in a plan both are equally fast, and cuBLASLt costs one more forward.
         config.job.gemm = Gemm::Exact;

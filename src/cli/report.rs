@@ -66,7 +66,7 @@ pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<Error>)>
     }
     let mut sources = runs.iter().map(|run| Source::read(run)).collect::<Result<Vec<_>>>()?;
     source::name_apart(&mut sources);
-    let page = page::of(&mut sources);
+    let page = page::render_page(&mut sources);
     files::write_atomic(out, page.as_bytes())?;
     Ok((page.len(), sources.into_iter().flat_map(|source| source.lacks).collect()))
 }

@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> Result<()> {
         let text = shown.iter().fold(format!("{}\n", summary_of_rows(step, &all)), |text, row| text + &shown_row(row));
         (text, shown.iter().map(as_json).collect())
     } else {
-        let step = RecordedStep::of(run, step_of(run, args.step, &steps)?);
+        let step = RecordedStep::for_step(run, step_of(run, args.step, &steps)?);
         let all = step.samples()?;
         let shown = chosen(args, step.step, all.clone(), |sample| sample.prompt_id, |sample| sample.score.into())?;
         let groups = groups(shown);

@@ -62,7 +62,7 @@ impl Scoring<'_> {
         let share = ranks.share(&lengths);
         let own = &all[share.clone()];
         let mut write_batch = |(batch, found): (Range<usize>, Later)| {
-            let found = found.take();
+            let found = found.into_values();
             let mut left = &found[..];
             batch.clone().zip(&own[batch]).try_for_each(|(i, row)| {
                 let (numbers, rest) =

@@ -126,7 +126,7 @@ pub(super) struct Call {
     launches: bool,
 }
 
-pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call {
+pub(super) fn begin_call(axis: &'static str, op: &'static str, bytes: usize) -> Call {
     let mut ledger = lock(&LEDGER);
     let entered = Entered { axis, op, bytes, since: Instant::now(), stream: background::current(), id: ledger.next_id };
     ledger.next_id += 1;
@@ -137,7 +137,7 @@ pub(super) fn enter(axis: &'static str, op: &'static str, bytes: usize) -> Call 
 
 /// Begins the call of a collective that GPUs run asynchronously to the host.
 pub(super) fn launch(axis: &'static str, op: &'static str, bytes: usize) -> Call {
-    let mut call = enter(axis, op, bytes);
+    let mut call = begin_call(axis, op, bytes);
     call.launches = true;
     call
 }
@@ -222,7 +222,7 @@ pub(super) fn note_captured(axis: &'static str, op: &'static str, bytes: usize) 
 
 impl Calls {
     /// The collectives that `work` captures.
-    pub fn of<T>(work: impl FnOnce() -> T) -> (T, Self) {
+    pub fn capture<T>(work: impl FnOnce() -> T) -> (T, Self) {
         CAPTURED.take();
         let value = work();
         (value, CAPTURED.take())

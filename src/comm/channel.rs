@@ -19,7 +19,7 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    pub(super) fn over(comm: Comm) -> Self {
+    pub(super) fn from_comm(comm: Comm) -> Self {
         Self { comm, scratch: Vec::new() }
     }
 

@@ -116,7 +116,13 @@ impl fmt::Display for Call<'_> {
 
 impl Communicator {
     /// Rank `rank` of `size` GPUs joined as `comm`. Takes ownership of `comm`.
-    pub fn of(nccl: &Arc<Nccl>, comm: Handle<ncclComm_t>, axis: &'static str, rank: usize, size: usize) -> Self {
+    pub fn from_handle(
+        nccl: &Arc<Nccl>,
+        comm: Handle<ncclComm_t>,
+        axis: &'static str,
+        rank: usize,
+        size: usize,
+    ) -> Self {
         lock(&JOINED).push((Arc::clone(nccl), comm));
         let joined = Some(Joined { nccl: Arc::clone(nccl), comm, calls: Mutex::new(()) });
         Self { joined, axis, rank, size, used: AtomicBool::new(false) }

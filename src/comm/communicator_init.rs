@@ -5,7 +5,7 @@
 //! The library can also join asynchronously (`ncclCommInitRankConfig`, blocking = 0). But then a thread of the library
 //! makes every later call, and its status has to be polled. That costs too much for the sums of each layer.
 
-use super::accounting::enter;
+use super::accounting::begin_call;
 use super::communicator::Communicator;
 use super::group::{Group, list_ranks};
 use super::nccl::Nccl;
@@ -62,7 +62,7 @@ pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator
     group.broadcast_bytes(0, &mut bytes);
     id.internal.copy_from_slice(bytemuck::cast_slice(&bytes));
     let own = joined_by_all(nccl, group, id).map_err(fault);
-    group.agree(own.map(|comm| Communicator::of(nccl, comm, axis, rank, size)))
+    group.agree(own.map(|comm| Communicator::from_handle(nccl, comm, axis, rank, size)))
 }
 
 /// Returns this rank's communicator after all ranks of `group` have joined. All of them call this.
@@ -71,7 +71,7 @@ pub(super) fn join_group(nccl: &Arc<Nccl>, group: &Group) -> Result<Communicator
 /// The rank that could not join, and the reason: the same on all ranks. Then no rank keeps a communicator.
 fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     // The watchdog limits the total time.
-    let _call = enter(group.axis(), CALL, 0);
+    let _call = begin_call(group.axis(), CALL, 0);
     let (sender, receiver) = channel();
     let (library, size, rank) = (Arc::clone(nccl), group.size() as c_int, group.rank() as c_int);
     let started = Builder::new().name("join".into()).spawn(move || join(&library, &sender, size, rank, id));

@@ -4,7 +4,7 @@
 //! methods in the same order with equal lengths. A failed peer causes a panic here: the panic hook of `abort` ends the
 //! job.
 
-use super::accounting::{Call, enter, note};
+use super::accounting::{Call, begin_call, note};
 use super::channel::{CHUNK, Channel, disjoint};
 use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element};
@@ -70,9 +70,14 @@ impl Group {
     }
 
     /// A group with the communicator `comm`. `nccl` is set if the GPUs of these ranks are already joined.
-    pub(super) fn over(axis: &'static str, comm: Comm, members: Vec<Member>, nccl: Arc<OnceLock<NcclGroup>>) -> Self {
+    pub(super) fn from_comm(
+        axis: &'static str,
+        comm: Comm,
+        members: Vec<Member>,
+        nccl: Arc<OnceLock<NcclGroup>>,
+    ) -> Self {
         assert_eq!(members.len(), comm.size());
-        let channel = (members.len() > 1).then(|| Mutex::new(Channel::over(comm)));
+        let channel = (members.len() > 1).then(|| Mutex::new(Channel::from_comm(comm)));
         Self(Arc::new(Inner { axis, rank: comm.rank(), members, channel, nccl }))
     }
 
@@ -92,13 +97,13 @@ impl Group {
         let mut ranks = vec![0u64; comm.size()];
         comm.all_gather(&[self.0.rank as u64], &mut ranks);
         let members = ranks.iter().map(|&r| self.0.members[r as usize].clone()).collect();
-        Self::over(axis, comm, members, Arc::default())
+        Self::from_comm(axis, comm, members, Arc::default())
     }
 
     /// The same ranks with a separate channel, for another thread. All ranks of `self` call this.
     pub(super) fn duplicate(&self) -> Self {
         let Some(channel) = self.channel() else { return self.clone() };
-        Self::over(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
+        Self::from_comm(self.0.axis, channel.comm.duplicate(), self.0.members.clone(), self.0.nccl.clone())
     }
 
     /// Whether this is a null group, whose collectives are only counted.
@@ -165,17 +170,17 @@ impl Group {
     }
 
     /// Enters a collective, which is timed as long as the call lives. `None` without peers.
-    fn enter(&self, op: &'static str, bytes: usize) -> Option<(MutexGuard<'_, Channel>, Call)> {
+    fn begin_call(&self, op: &'static str, bytes: usize) -> Option<(MutexGuard<'_, Channel>, Call)> {
         if self.is_null() {
             // On a null device they are not counted for this process.
             if null::is_active() {
                 note(op, self.axis(), [self.size(), self.stride()], bytes);
             } else {
-                drop(enter(self.0.axis, op, bytes));
+                drop(begin_call(self.0.axis, op, bytes));
             }
         }
         let channel = self.channel()?;
-        Some((channel, enter(self.0.axis, op, bytes)))
+        Some((channel, begin_call(self.0.axis, op, bytes)))
     }
 
     /// The distance in world ranks from one member to the next.
@@ -186,7 +191,7 @@ impl Group {
 
     /// Returns after all ranks have called this.
     pub fn barrier(&self) {
-        let Some((channel, _call)) = self.enter("barrier", 0) else { return };
+        let Some((channel, _call)) = self.begin_call("barrier", 0) else { return };
         channel.comm.barrier();
     }
 
@@ -201,7 +206,7 @@ impl Group {
     }
 
     fn fold_f64(&self, op: &'static str, x: &mut [f64], f: impl Fn(f64, f64) -> f64) {
-        let Some((channel, _call)) = self.enter(op, size_of_val(x)) else { return };
+        let Some((channel, _call)) = self.begin_call(op, size_of_val(x)) else { return };
         let unit = (CHUNK / self.size()).max(1);
         let mut all = vec![0.0; unit.min(x.len()) * self.size()];
         for chunk in x.chunks_mut(unit) {
@@ -219,7 +224,7 @@ impl Group {
     /// ...
     pub fn reduce_scatter_sum(&self, x: &mut [f32], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some((mut channel, _call)) = self.enter("reduce_scatter_sum", size_of_val(x)) else { return };
+        let Some((mut channel, _call)) = self.begin_call("reduce_scatter_sum", size_of_val(x)) else { return };
         channel.reduce_scatter(x, ranges, self.0.rank);
     }
 
@@ -232,7 +237,7 @@ impl Group {
         self.check(x.len(), ranges);
         let (rank, size) = (self.0.rank, self.size());
         assert!(size.is_power_of_two(), "a tree sum needs a power of two of ranks, axis {} has {size}", self.0.axis);
-        let Some((mut channel, _call)) = self.enter("reduce_scatter_tree", size_of_val(x)) else { return };
+        let Some((mut channel, _call)) = self.begin_call("reduce_scatter_tree", size_of_val(x)) else { return };
         let mut held: Vec<usize> = (0..size).collect();
         let mut bit = 1;
         while bit < size {
@@ -249,7 +254,7 @@ impl Group {
     /// Gathers in place: `x[ranges[rank]]` is this rank's part; afterwards `x` is complete.
     pub fn all_gather<T: Element>(&self, x: &mut [T], ranges: &[Range<usize>]) {
         self.check(x.len(), ranges);
-        let Some((channel, _call)) = self.enter("all_gather", size_of_val(x)) else { return };
+        let Some((channel, _call)) = self.begin_call("all_gather", size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
     }
 
@@ -261,7 +266,7 @@ impl Group {
 
     /// The bytes of all ranks, in rank order. Lengths may differ and may exceed 2 GiB.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Vec<Vec<u8>> {
-        let Some((channel, _call)) = self.enter("all_gather_bytes", mine.len()) else {
+        let Some((channel, _call)) = self.begin_call("all_gather_bytes", mine.len()) else {
             return vec![mine.to_vec(); self.size()];
         };
         let mut lengths = vec![0u64; self.size()];
@@ -280,7 +285,7 @@ impl Group {
 
     /// Replaces `bytes` on all ranks by the root's.
     pub fn broadcast_bytes(&self, root: usize, bytes: &mut Vec<u8>) {
-        let Some((channel, _call)) = self.enter("broadcast_bytes", bytes.len()) else { return };
+        let Some((channel, _call)) = self.begin_call("broadcast_bytes", bytes.len()) else { return };
         let mut length = [bytes.len() as u64];
         channel.comm.broadcast(root, &mut length);
         bytes.resize(length[0] as usize, 0);
@@ -292,7 +297,7 @@ impl Group {
     /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, at any index and for any length of x. So the
     /// result for a row of activations does not depend on the other rows. All ranks get equal bits.
     pub fn all_reduce_sum_ordered(&self, x: &mut [f32]) {
-        let Some((mut channel, _call)) = self.enter("all_reduce_sum_ordered", size_of_val(x)) else { return };
+        let Some((mut channel, _call)) = self.begin_call("all_reduce_sum_ordered", size_of_val(x)) else { return };
         let (rank, size) = (self.rank(), self.size());
         if x.len() * size <= WHOLE_MAX {
             channel.sum_whole(x, size);
@@ -305,7 +310,7 @@ impl Group {
     /// between ranks; the receiver knows its own. In a group of one, `receive` = `send`.
     pub fn shift(&self, send: &[f32], receive: &mut [f32]) {
         let (rank, size) = (self.rank(), self.size());
-        let Some((channel, _call)) = self.enter("shift", size_of_val(send)) else {
+        let Some((channel, _call)) = self.begin_call("shift", size_of_val(send)) else {
             let len = send.len().min(receive.len());
             return copy::copy(&send[..len], &mut receive[..len]);
         };
@@ -324,7 +329,7 @@ impl Group {
         if !null::is_active() {
             receive[from[rank].clone()].copy_from_slice(&send[to[rank].clone()]);
         }
-        let Some((channel, _call)) = self.enter("all_to_all", size_of_val(send)) else { return };
+        let Some((channel, _call)) = self.begin_call("all_to_all", size_of_val(send)) else { return };
         let mut parts = disjoint(receive, from);
         channel.to_all(|peer| &send[to[peer].clone()], &mut parts, rank, size - 1);
     }

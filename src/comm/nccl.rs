@@ -64,7 +64,7 @@ impl Nccl {
     pub fn at(path: &Path) -> std::result::Result<Self, String> {
         // SAFETY: the initialisers of NCCL ask nothing of the process that opens it.
         let library = unsafe { Library::new(path) }.map_err(|e| reason(&e))?;
-        let functions = Functions::of(&library)?;
+        let functions = Functions::load(&library)?;
         // SAFETY: the type is that of nccl.h in all versions that have it.
         let last = unsafe { library.get::<LastError>(b"ncclGetLastError\0") }.ok().map(|symbol| *symbol);
         let (mut code, library) = (0, ManuallyDrop::new(library));
@@ -74,7 +74,7 @@ impl Nccl {
         nccl.check("ncclGetVersion", status)?;
         nccl.version = version(code);
         if nccl.version < OLDEST {
-            let (version, oldest) = (nccl.version_name(), words(OLDEST));
+            let (version, oldest) = (nccl.version_name(), version_text(OLDEST));
             return Err(format!("NCCL {version} does not support bf16: version {oldest} or newer is needed"));
         }
         Ok(nccl)
@@ -82,7 +82,7 @@ impl Nccl {
 
     /// `2.21.5`
     pub fn version_name(&self) -> String {
-        words(self.version)
+        version_text(self.version)
     }
 
     pub(super) fn check(&self, call: &str, status: Status) -> std::result::Result<(), String> {
@@ -117,7 +117,7 @@ fn failure_message(call: &str, words: &str, last: &str) -> String {
     format!("{call}: {cause}{words}{help}")
 }
 
-fn words(version: [i32; 3]) -> String {
+fn version_text(version: [i32; 3]) -> String {
     version.map(|n| n.to_string()).join(".")
 }
 

@@ -1,6 +1,6 @@
 //! A shared list of numbers from which ranks take the next one when they need it.
 
-use super::accounting::enter;
+use super::accounting::begin_call;
 use super::group::Group;
 use super::raw::Comm;
 use crate::device::cpu::pool::share;
@@ -65,7 +65,7 @@ impl Group {
 
     /// Waits for the reply to this rank's request.
     fn reply(&self, comm: Comm) -> u64 {
-        let _call = enter(self.axis(), "queue", size_of::<u64>());
+        let _call = begin_call(self.axis(), "queue", size_of::<u64>());
         let mut next = [0];
         // SAFETY: the buffer lives until the request was waited for.
         unsafe { comm.receive(0, REPLY, &mut next) }.wait();
@@ -79,7 +79,7 @@ impl Group {
             let others = self.size() - 1;
             let others = scope.spawn(move || reply_to(comm, others, next));
             let found = work(&mut || next());
-            let _call = enter(self.axis(), "queue", 0);
+            let _call = begin_call(self.axis(), "queue", 0);
             others.join().expect("a failing thread ends the process");
             found
         })
@@ -89,7 +89,7 @@ impl Group {
 /// Replies to `others` ranks until all have ended.
 fn reply_to(comm: Comm, mut others: usize, next: impl Fn() -> Option<usize>) {
     while others > 0 {
-        match comm.take::<u64, 2>(ASK) {
+        match comm.receive_note::<u64, 2>(ASK) {
             None => thread::sleep(SLEEP),
             Some([_, END]) => others -= 1,
             Some([rank, _]) => {

@@ -206,7 +206,7 @@ impl Comm {
 
     /// Takes a message of `N` elements that has arrived from any rank, if there is one. Only one thread at a time may
     /// call this for a tag.
-    pub(super) fn take<T: Element, const N: usize>(self, tag: i32) -> Option<[T; N]> {
+    pub(super) fn receive_note<T: Element, const N: usize>(self, tag: i32) -> Option<[T; N]> {
         let mut there = 0;
         // SAFETY: a live communicator; the status is ignored.
         let code =

@@ -70,7 +70,7 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
 
 /// Runs `work` as the job does, on a stream or from this thread: after everything that was started earlier, and before
 /// everything that is started later.
-fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
+fn run_on_axis<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
     match axis.stream {
         Stream::Ring => of.ring_stream.submit(move |group| work(group)).wait(),
         Stream::Zero => of.zero_stream.submit(move |group| work(group)).wait(),
@@ -81,23 +81,23 @@ fn over<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> 
 /// Makes one call on this rank with the values `x`, of which each rank has one of `shares`. Returns the result.
 fn exchange(op: Op, axis: &Axis, of: &Axes, shares: Vec<Range<usize>>, mut x: Memory) -> Memory {
     match op {
-        Op::AllReduce => over(axis, of, move |group| {
+        Op::AllReduce => run_on_axis(axis, of, move |group| {
             group.sum_slice(SliceMut::Cuda(x.view_mut(Bf16)));
             x
         }),
-        Op::ReduceScatter(order) => over(axis, of, move |group| {
+        Op::ReduceScatter(order) => run_on_axis(axis, of, move |group| {
             let mut x = Flat::Cuda(x, F32);
             group.sum_scattered(&mut x, &shares, order);
             let Flat::Cuda(x, _) = x else { unreachable!("its values stay on the GPU") };
             x
         }),
-        Op::AllGather(dtype) => over(axis, of, move |group| {
+        Op::AllGather(dtype) => run_on_axis(axis, of, move |group| {
             group.gather_view(&mut x.view_mut(dtype), &shares);
             x
         }),
         Op::Shift => {
             let mut y = x.clone();
-            over(axis, of, move |group| {
+            run_on_axis(axis, of, move |group| {
                 group.shift_slice(Slice::Cuda(x.view(Bf16)), SliceMut::Cuda(y.view_mut(Bf16)));
                 y
             })

@@ -85,7 +85,7 @@ impl Watchdog {
         let tick = (self.limit / 5).clamp(Duration::from_millis(20), Duration::from_millis(500));
         while !STOP.load(Ordering::SeqCst) {
             std::thread::park_timeout(tick);
-            while let Some((rank, waits, words)) = self.take() {
+            while let Some((rank, waits, words)) = self.next_report() {
                 if waits {
                     self.send_report(rank, false);
                     reports[rank] = Some((true, words));
@@ -133,7 +133,7 @@ impl Watchdog {
         let asked = Instant::now();
         while asked.elapsed() < GRACE && reports.iter().any(Option::is_none) {
             std::thread::sleep(Duration::from_millis(10));
-            while let Some((rank, waits, words)) = self.take() {
+            while let Some((rank, waits, words)) = self.next_report() {
                 if waits || reports[rank].is_none() {
                     reports[rank] = Some((waits, words));
                 }
@@ -185,8 +185,8 @@ impl Watchdog {
     }
 
     /// The next report: (rank, waits past the limit, text)
-    fn take(&self) -> Option<(usize, bool, String)> {
-        records::decode(&self.channel?.take::<u8, NOTE_BYTES>(NOTE_TAG)?).ok()
+    fn next_report(&self) -> Option<(usize, bool, String)> {
+        records::decode(&self.channel?.receive_note::<u8, NOTE_BYTES>(NOTE_TAG)?).ok()
     }
 
     /// `has been waiting in all_reduce_sum_ordered over data (4194304 bytes) for 600.2 s; step 3, train`. If the host

@@ -49,10 +49,10 @@ impl World {
         }
         let mine = (host::name(), host::boot_id());
         let lonely = (0..size).map(|world_rank| Member { world_rank, host: mine.0.clone() }).collect();
-        let all = records::gather(&Group::over("world", comm, lonely, Arc::default()), &[mine])?;
+        let all = records::gather(&Group::from_comm("world", comm, lonely, Arc::default()), &[mine])?;
         let hosts = host::distinct(&all);
         let members = hosts.iter().enumerate().map(|(world_rank, host)| Member { world_rank, host: host.clone() });
-        let group = Group::over("world", comm, members.collect(), Arc::default());
+        let group = Group::from_comm("world", comm, members.collect(), Arc::default());
         let on_this_host = || hosts.iter().filter(|host| **host == hosts[rank]).count();
         let local_size = environment::local_ranks().unwrap_or_else(on_this_host);
         Ok(Self { rank, size, local_size, hosts, group })
@@ -85,7 +85,7 @@ impl World {
     /// If the mesh needs a different number of ranks.
     pub fn axes_of(&self, range: Range<usize>, mesh: &Mesh) -> Option<Axes> {
         if range == (0..self.size) {
-            return Some(Axes::of(&self.group, mesh));
+            return Some(Axes::split_mesh(&self.group, mesh));
         }
         let inside = range.contains(&self.rank);
         let place = match self.rank {
@@ -94,7 +94,7 @@ impl World {
             rank => (rank - range.len(), self.size - range.len()),
         };
         let all = along(&self.group, "all", usize::from(inside), place, 1);
-        inside.then(|| Axes::of(&all, mesh))
+        inside.then(|| Axes::split_mesh(&all, mesh))
     }
 }
 
@@ -123,14 +123,14 @@ pub struct Axes {
 impl Axes {
     /// One rank alone.
     pub fn one() -> Self {
-        Self::of(&Group::one(), &Mesh::data_only(1))
+        Self::split_mesh(&Group::one(), &Mesh::data_only(1))
     }
 
     /// The axes of a mesh over all ranks of `all`. All of them call this.
     ///
     /// # Panics
     /// If the mesh needs a different number of ranks.
-    pub fn of(all: &Group, mesh: &Mesh) -> Self {
+    pub fn split_mesh(all: &Group, mesh: &Mesh) -> Self {
         assert_eq!(mesh.ranks(), all.size(), "the number of ranks of mesh {mesh}");
         let rank = all.rank();
         let tensor = rank % mesh.tensor;
@@ -182,7 +182,7 @@ mod tests {
             (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }, 2, (2, 4), (0, 1)),
             (Mesh { data: 1024, pipeline: 1, sequence: 1, tensor: 8 }, 8, (1, 1024), (0, 8)),
         ] {
-            let axes = Axes::of(&Group::null("all", rank, mesh.ranks()), &mesh);
+            let axes = Axes::split_mesh(&Group::null("all", rank, mesh.ranks()), &mesh);
             let place = |group: &Group| (group.rank(), group.size());
             assert_eq!(
                 [place(&axes.zero), place(&axes.tensor), place(&axes.all)],

@@ -1,8 +1,8 @@
 //! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are reported together, each with its
 //! line or override and with a suggestion.
 
+use super::aliases::{elsewhere, nearest};
 use super::effect::is_within;
-use super::words::{elsewhere, nearest};
 use super::{Config, flat, values, verl};
 use crate::error::{Error, Result};
 use serde::Deserialize;
@@ -106,7 +106,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     check(&mut table, &known, &mut Vec::new(), &mut |_, _| ());
     let mut config = Config::deserialize(Value::Table(table))
         .map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
-    config.settle();
+    config.fill_defaults();
     keys_given.sort_unstable();
     keys_given.dedup();
     config.given = keys_given;

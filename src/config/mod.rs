@@ -26,6 +26,7 @@ macro_rules! table {
     };
 }
 
+mod aliases;
 pub mod auto;
 pub mod checkpoint;
 pub mod data;
@@ -47,11 +48,10 @@ pub mod rollout;
 mod schema;
 mod values;
 mod verl;
-mod words;
 
+pub use aliases::{nearest, override_for};
 pub use load::{load, parse};
 pub use schema::schema;
-pub use words::{nearest, override_for};
 
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -418,7 +418,7 @@ impl Config {
     }
 
     /// Fills in the values that the device decides. GEMMs on CPUs are exact.
-    pub fn settle_on(&mut self, device: DeviceName) {
+    pub fn resolve_device(&mut self, device: DeviceName) {
         self.job.device = device;
         let on_gpu = device == DeviceName::Gpu;
         if self.model.dtype == DTypeName::Auto {
@@ -430,7 +430,7 @@ impl Config {
     }
 
     /// Fills in keys whose default is another key's value, except paths.
-    fn settle(&mut self) {
+    fn fill_defaults(&mut self) {
         if matches!(self.job.kind, JobKind::Distill | JobKind::Eval) {
             // There is no ratio to the log-probabilities at sampling.
             self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;

@@ -1,6 +1,6 @@
 //! `jobs/reference.toml`, which the binary carries: the meaning of every key of a job.
 
-use super::words;
+use super::aliases;
 use toml::Value as Toml;
 
 pub(super) const REFERENCE: &str = include_str!("../../jobs/reference.toml");
@@ -68,7 +68,7 @@ pub fn all() -> Vec<Entry> {
 
 /// The entries that `name` may mean: a full path; else keys that end with it; else the key for an option of another system.
 pub fn find(name: &str) -> Vec<Entry> {
-    let (ending, foreign) = (format!(".{name}"), words::ours(name));
+    let (ending, foreign) = (format!(".{name}"), aliases::ours(name));
     let readings: [&dyn Fn(&str) -> bool; 3] =
         [&|path| path == name, &|path| path.ends_with(&ending), &|path| foreign.contains(&path)];
     let found = readings.iter().map(|is_meant| all().into_iter().filter(|entry| is_meant(&entry.path())).collect());

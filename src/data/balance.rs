@@ -19,7 +19,7 @@ pub struct Cost {
 
 impl Cost {
     /// The cost of a forward. A backward costs about twice as much at any length.
-    pub fn of(arch: &Arch) -> Self {
+    pub fn from_arch(arch: &Arch) -> Self {
         let (d, queries, keys) = (arch.width, arch.q_width(), arch.kv_width());
         let layer = 2 * d * queries + 2 * d * keys + 3 * d * arch.mlp_width;
         let linear = (arch.layers * layer + d * arch.vocabulary) / d;
@@ -125,7 +125,7 @@ mod tests {
         });
         let mut arch = Arch::from_config(config.as_object().expect("an object")).expect("a model");
         arch.windows = windows;
-        Cost::of(&arch)
+        Cost::from_arch(&arch)
     }
 
     /// 1024 rows, log-normal with median 300 and sigma 0.9, cut at 2048.

@@ -40,7 +40,7 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(path: &Path) -> Option<Self> {
+    fn from_file(path: &Path) -> Option<Self> {
         let file = fs::metadata(path).ok()?;
         let ns = |s: i64, ns: i64| s.saturating_mul(1_000_000_000).saturating_add(ns);
         let (mtime, ctime) = (ns(file.mtime(), file.mtime_nsec()), ns(file.ctime(), file.ctime_nsec()));
@@ -68,7 +68,7 @@ impl Hashes {
 
     /// Size and hash of each of `files`, by path. All ranks of `group` call this with the same files. Each reads a
     /// share of the files without a known hash, with all its threads.
-    pub fn of(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileHash>> {
+    pub fn hash_files(&mut self, files: &[PathBuf], group: &Group) -> Result<BTreeMap<PathBuf, FileHash>> {
         // The first rank's listing counts, because other hosts may still see older times. Times are read before
         // contents, so the next start reads a file again if it changes meanwhile.
         let files: BTreeSet<&PathBuf> = files.iter().collect();
@@ -76,7 +76,8 @@ impl Hashes {
         let (stamps, plan) = planned.unzip();
         let (mut found, unread): Plan = records::gather(group, plan.as_slice())?.swap_remove(0);
         let mine: Vec<&PathBuf> = unread.iter().skip(group.rank()).step_by(group.size()).collect();
-        let mine = mine.par_iter().map(|&path| Ok((path.clone(), FileHash::of(path)?))).collect::<Result<Vec<_>>>();
+        let mine =
+            mine.par_iter().map(|&path| Ok((path.clone(), FileHash::from_file(path)?))).collect::<Result<Vec<_>>>();
         for (path, file) in records::gather(group, &group.agree(mine)?)? {
             self.read_bytes += file.bytes;
             found.insert(path, file);
@@ -91,7 +92,7 @@ impl Hashes {
     fn plan(&self, files: &BTreeSet<&PathBuf>) -> (Vec<(PathBuf, Stamp)>, Plan) {
         let (mut stamps, mut found, mut unread) = (Vec::new(), BTreeMap::new(), Vec::new());
         for &path in files {
-            let stamp = Stamp::of(path);
+            let stamp = Stamp::from_file(path);
             let known = self.asked.get(&absolute(path)).or_else(|| self.known.get(&absolute(path)));
             match known.filter(|known| Some(&known.stamp) == stamp.as_ref()) {
                 Some(known) => drop(found.insert(path.clone(), known.contents.clone())),

@@ -47,7 +47,7 @@ pub trait Row: Sized {
     }
 
     /// The row, or the piece of a row, that `entry` describes.
-    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
+    fn read(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self>;
 }
 
 pub type PromptSource = RowSource<Prompt>;
@@ -125,7 +125,7 @@ impl<T: Row> RowSource<T> {
     pub fn next(&mut self, n: usize) -> Result<Vec<T>> {
         let mut next = || {
             let entry = self.rows.feed.next();
-            T::of(&entry, &self.rows, &self.tokenizer)
+            T::read(&entry, &self.rows, &self.tokenizer)
         };
         (0..n).map(|_| next()).collect()
     }
@@ -136,7 +136,7 @@ impl<T: Row> RowSource<T> {
         let Some(texts) = &mut self.rows.pretrain else { return Ok(Vec::new()) };
         let entries = texts.feed.at((step - 1) * n as u64, n);
         let all_learned = |row: SftRow| SftRow { mask: vec![1; row.tokens.len()], ..row };
-        entries.iter().map(|entry| SftRow::of(entry, texts, &self.tokenizer).map(all_learned)).collect()
+        entries.iter().map(|entry| SftRow::read(entry, texts, &self.tokenizer).map(all_learned)).collect()
     }
 
     /// The next row as the model sees it, by `Tokenizer::marked`.
@@ -146,7 +146,7 @@ impl<T: Row> RowSource<T> {
         let Some((rows, entry)) = first.map(|entry| (&self.rows, entry)).or_else(evaluated) else {
             return Ok(String::new());
         };
-        let row = T::of(&entry, rows, &self.tokenizer)?;
+        let row = T::read(&entry, rows, &self.tokenizer)?;
         let (parts, label) = row.parts();
         let text = self.tokenizer.marked(parts)?;
         Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
@@ -157,7 +157,7 @@ impl<T: Row> RowSource<T> {
     pub fn check_each(&self, mut check: impl FnMut(T) -> Result<()>) -> Result<()> {
         let entries = self.rows.feed.entries().chain(&self.rows.eval);
         for entry in entries.filter(|_| !self.rows.sources.is_empty()) {
-            let checked = T::of(entry, &self.rows, &self.tokenizer).and_then(&mut check);
+            let checked = T::read(entry, &self.rows, &self.tokenizer).and_then(&mut check);
             checked.or_else(|e| Err(e.within(self.rows.line_of(entry)?)))?;
         }
         Ok(())
@@ -176,7 +176,7 @@ impl<T: Row> RowSource<T> {
 
     fn evaluated(&self, rows: &Rows, most: usize) -> Result<Vec<T>> {
         let most = if most == 0 { usize::MAX } else { most };
-        rows.eval.iter().take(most).map(|entry| T::of(entry, rows, &self.tokenizer)).collect()
+        rows.eval.iter().take(most).map(|entry| T::read(entry, rows, &self.tokenizer)).collect()
     }
 }
 
@@ -213,7 +213,7 @@ impl Row for Prompt {
         (vec![(&self.tokens[..], false)], &self.label)
     }
 
-    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
+    fn read(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
         let Some(source) = rows.sources.get(entry.source as usize) else {
             return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
         };
@@ -243,7 +243,7 @@ impl Row for SftRow {
         (parts, "")
     }
 
-    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+    fn read(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
         let Some(source) = rows.sources.get(entry.source as usize) else {
             let prompt = (entry.end - entry.start) as usize;
             let mask = (0..entry.tokens()).map(|i| u8::from(i >= prompt)).collect();
@@ -304,7 +304,7 @@ impl Row for PairRow {
         vec![self.chosen.len(), self.rejected.len()]
     }
 
-    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+    fn read(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
         let (prompt_tokens, [chosen, rejected]) = ((entry.end - entry.start) as usize, kept(entry, rows)?);
         let Some(source) = rows.sources.get(entry.source as usize) else {
             let side = |tokens| vec![0; prompt_tokens + tokens];
@@ -338,8 +338,8 @@ impl Row for LabelledRow {
         (vec![(prompt, false), (response, true)], if self.is_desirable { "true" } else { "false" })
     }
 
-    fn of(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
-        let SftRow { id, tokens, .. } = SftRow::of(entry, rows, tokenizer)?;
+    fn read(entry: &Entry, rows: &Rows, tokenizer: &Tokenizer) -> Result<Self> {
+        let SftRow { id, tokens, .. } = SftRow::read(entry, rows, tokenizer)?;
         let label = match rows.sources.get(entry.source as usize) {
             Some(source) => source.shard.meta(entry.document as usize)?.label,
             None => "true".to_owned(),
@@ -385,7 +385,7 @@ impl Row for StepRow {
         (vec![(&self.tokens, false)], &self.label)
     }
 
-    fn of(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
+    fn read(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
         let Some(source) = rows.sources.get(entry.source as usize) else {
             return Ok(Self { tokens: vec![0; entry.tokens()], ..Self::default() });
         };

@@ -86,7 +86,7 @@ impl Encoder<'_> {
             return Ok(vec![self.text(&config.prompt_key, text)?]);
         }
         shape::warn_of_unread(row, config, part);
-        let parts = Parts::of(row, config, part)?;
+        let parts = Parts::from_row(row, config, part)?;
         match part {
             Part::Pair => self.pair(row, &parts),
             Part::Labelled => self.labelled(row, &parts),

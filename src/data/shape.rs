@@ -103,9 +103,9 @@ impl<'a> Parts<'a> {
     ///
     /// # Errors
     /// Data, if a field cannot be read, or if messages need a chat template. A missing field is `None`.
-    pub fn of(row: &Map<String, Value>, config: &'a DataConfig, part: Part) -> Result<Self> {
+    pub fn from_row(row: &Map<String, Value>, config: &'a DataConfig, part: Part) -> Result<Self> {
         let read = |key: &'a str| {
-            let content = field(row, key).map(|value| Content::of(key, value, config.chat_template));
+            let content = field(row, key).map(|value| Content::from_value(key, value, config.chat_template));
             Ok::<_, Error>(content.transpose()?.map(|content| Field { key, content }))
         };
         let mut parts = Self::default();
@@ -133,7 +133,7 @@ impl<'a> Parts<'a> {
 }
 
 impl Content {
-    fn of(key: &str, value: &Value, is_chat: bool) -> Result<Self> {
+    fn from_value(key: &str, value: &Value, is_chat: bool) -> Result<Self> {
         let messages = match value {
             Value::Array(items) if items.is_empty() || !items.iter().all(Value::is_object) => {
                 return token_ids(key, items).map(Self::Ids);

@@ -107,7 +107,7 @@ impl Prepared {
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
         let eval_sets =
             config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
-        let hashes = hashes.of(&paths, group)?;
+        let hashes = hashes.hash_files(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
         let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
         let by_part =

@@ -290,23 +290,23 @@ pub fn evaluation<R>(work: impl FnOnce() -> R) -> R {
 }
 
 /// Counts a tensor of the host as in use.
-pub fn take(owner: &'static str, bytes: usize) {
-    with_host(|scope| scope.take(owner, bytes));
+pub fn count_tensor(owner: &'static str, bytes: usize) {
+    with_host(|scope| scope.count_tensor(owner, bytes));
 }
 
 /// Counts a tensor of the host as no longer in use.
-pub fn give(owner: &'static str, bytes: usize) {
-    with_host(|scope| scope.give(owner, bytes));
+pub fn uncount_tensor(owner: &'static str, bytes: usize) {
+    with_host(|scope| scope.uncount_tensor(owner, bytes));
 }
 
 /// Counts memory of the GPU as in use.
 pub fn take_on_gpu(owner: &'static str, bytes: usize) {
-    with(|scope| scope.take(owner, bytes));
+    with(|scope| scope.count_tensor(owner, bytes));
 }
 
 /// Counts memory of the GPU as no longer in use.
 pub fn give_on_gpu(owner: &'static str, bytes: usize) {
-    with(|scope| scope.give(owner, bytes));
+    with(|scope| scope.uncount_tensor(owner, bytes));
 }
 
 /// Records the bytes of host memory that are pinned or in mapped files now.
@@ -337,7 +337,7 @@ pub fn hold(owner: &'static str, bytes: usize) -> Held {
     }
     with(|scope| {
         scope.outside += bytes;
-        scope.take(owner, bytes);
+        scope.count_tensor(owner, bytes);
     });
     Held { owner, bytes }
 }
@@ -348,7 +348,7 @@ impl Drop for Held {
         if bytes > 0 {
             with(|scope| {
                 scope.outside -= bytes;
-                scope.give(owner, bytes);
+                scope.uncount_tensor(owner, bytes);
             });
         }
     }
@@ -361,7 +361,7 @@ pub fn work_in(bytes: usize) {
         if more > 0 {
             scope.scratch = bytes;
             scope.outside += more;
-            scope.take("program", more);
+            scope.count_tensor("program", more);
         }
     });
 }
@@ -377,7 +377,7 @@ impl Scope {
         sum.messages += times * work.messages;
     }
 
-    fn take(&mut self, owner: &'static str, bytes: usize) {
+    fn count_tensor(&mut self, owner: &'static str, bytes: usize) {
         if bytes > 0 {
             *self.live.entry(owner).or_default() += bytes;
             self.in_use += bytes;
@@ -385,7 +385,7 @@ impl Scope {
         }
     }
 
-    fn give(&mut self, owner: &'static str, bytes: usize) {
+    fn uncount_tensor(&mut self, owner: &'static str, bytes: usize) {
         self.write_down();
         if let Some(live) = self.live.get_mut(owner) {
             *live -= bytes;
@@ -425,14 +425,14 @@ mod tests {
     #[test]
     fn a_phase_remembers_its_fullest_moment_by_owner() {
         let ((), record) = run(Null { threads: 2, memory_bytes: 1 << 30, gpu: None }, || {
-            take("weights", 100);
+            count_tensor("weights", 100);
             enter(Phase::Train);
-            take("activations", 7);
-            give("activations", 7);
+            count_tensor("activations", 7);
+            uncount_tensor("activations", 7);
             let files = hold("files", 20);
             back(50);
             drop(files);
-            take("activations", 3);
+            count_tensor("activations", 3);
             work_in(8);
             work_in(4);
         });

@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// The needs of a method in addition to its models.
 #[derive(Default)]
-pub struct Needs {
+pub struct BannerRows {
     /// The most bytes of disk space that the rollouts of a step take.
     pub rollouts: u64,
     /// The training data and the method.
@@ -24,7 +24,13 @@ pub struct Needs {
 
 impl Run {
     /// Shows the banner. `models` has the role, the parameters and the directory of each model.
-    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: &[(&str, usize, &Path)], needs: Needs) {
+    pub fn banner(
+        &mut self,
+        steps: u64,
+        resumed_from: Option<u64>,
+        models: &[(&str, usize, &Path)],
+        needs: BannerRows,
+    ) {
         let (config, ranks, threads) = (&self.config, self.ranks.world.size, pool().threads());
         let hosts = gpu::alike(&self.ranks.world.hosts).into_iter();
         let hosts: Vec<String> = hosts.map(|(name, ranks)| format!("{name} x {}", ranks.len())).collect();

@@ -66,7 +66,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
         _ => None,
     };
     let found = found.filter(|_| no_gpu.is_none());
-    config.settle_on(if found.is_some() { DeviceName::Gpu } else { DeviceName::Cpu });
+    config.resolve_device(if found.is_some() { DeviceName::Gpu } else { DeviceName::Cpu });
     let Some(found) = found else {
         if config.job.collectives == Collectives::Nccl {
             return Err(Error::usage("job.collectives = \"nccl\" needs GPUs, but the job runs on CPUs")

@@ -39,7 +39,7 @@ pub enum StateSwap {
 
 impl Swap {
     /// The offloading that a job asks for.
-    pub fn of(offload: &[Offload]) -> Self {
+    pub fn from_offload(offload: &[Offload]) -> Self {
         let waits = offload.contains(&Offload::Optimizer);
         let state = if waits { StateSwap::BetweenUpdates } else { StateSwap::Never };
         Self { state, roles: offload.contains(&Offload::Roles) }
@@ -70,7 +70,7 @@ impl Layout {
 
     /// The same layout on `ranks` ranks, with another size of the data axis.
     #[must_use]
-    pub fn over(&self, ranks: usize) -> Self {
+    pub fn on_ranks(&self, ranks: usize) -> Self {
         let rest = self.mesh.ranks() / self.mesh.data;
         Self { mesh: Mesh { data: ranks / rest, ..self.mesh }, ..*self }
     }

@@ -63,10 +63,10 @@ pub struct Run {
 
 /// The source of a model's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Values {
-    OfTheDirectory,
+pub enum WeightsFrom {
+    ModelDir,
     /// A checkpoint.
-    ToRestore,
+    Checkpoint,
 }
 
 /// Multiply-adds of a sample of a processor's peak: about a millisecond.
@@ -168,11 +168,11 @@ impl Run {
 
     /// A role of the model in `dir`: loaded, or allocated for a checkpoint's values. All ranks of the placement call
     /// this.
-    pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: Values) -> Result<Role> {
+    pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: WeightsFrom) -> Result<Role> {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size()).and_then(|()| {
-            if values == Values::OfTheDirectory && !null::is_active() {
+            if values == WeightsFrom::ModelDir && !null::is_active() {
                 return Role::load(device, name, dir, arch, head, dtype, seed, axes, stage);
             }
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
@@ -182,11 +182,11 @@ impl Run {
     }
 
     /// A learner of a role, for a run of `updates` optimizer steps. All ranks of the role's placement call this.
-    pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: Values) -> Result<Learner> {
+    pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: WeightsFrom) -> Result<Learner> {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
         let state_on = if layout.swap.has_state() { Device::Cpu } else { self.device };
         let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero);
-        let made = if values == Values::ToRestore { made } else { made.and_then(Learner::with_masters) };
+        let made = if values == WeightsFrom::Checkpoint { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;
         if layout.swap.state == StateSwap::BetweenSteps {
@@ -321,7 +321,7 @@ impl Run {
 fn file_bytes(arch: &Arch, head: Head, axes: &Axes) -> usize {
     let named = arch.source.get("torch_dtype").or_else(|| arch.source.get("dtype"));
     let bytes = if named.and_then(serde_json::Value::as_str) == Some("float32") { 4 } else { 2 };
-    ParamTable::on(Device::Cpu, arch, head, TensorPart::of(&axes.tensor)).parameters() * bytes
+    ParamTable::on(Device::Cpu, arch, head, TensorPart::from_group(&axes.tensor)).parameters() * bytes
 }
 
 /// The sum of all devices' peak FLOP/s. The peak of this rank's CPU is measured, in a few milliseconds. A collective.

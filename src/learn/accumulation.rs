@@ -55,7 +55,7 @@ pub fn accumulate(
     mut microbatch: impl FnMut(&mut Learner, &[usize], usize) -> Sums,
 ) -> Sums {
     let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
-    let (cost, data) = (Cost::of(learner.role.arch()), &axes.data);
+    let (cost, data) = (Cost::from_arch(learner.role.arch()), &axes.data);
     let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
     let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
     learner.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();

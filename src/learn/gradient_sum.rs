@@ -44,7 +44,7 @@ impl GradientSum {
         }
         let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
         config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })?;
-        let grads = Gradients::over(table.clone(), shards);
+        let grads = Gradients::for_shards(table.clone(), shards);
         let tree = |unit| TreeSum::new(table.device(), shards.partition.padded_len(unit));
         let trees = (0..table.units().len()).map(tree).collect();
         Ok(Self { grads, order: config.order, trees, fixed_chunks: config.chunks })
@@ -67,7 +67,7 @@ impl GradientSum {
             self.grads.seal(self.order);
         } else {
             for (u, tree) in self.trees.iter_mut().enumerate() {
-                tree.add(leaf, self.grads.take(u));
+                tree.add(leaf, self.grads.take_unit(u));
             }
         }
     }

@@ -114,7 +114,7 @@ impl Learner {
 
     /// Replaces the weights by their moving average, if one is kept. Used for an export, after which training ends. All
     /// ranks call this.
-    pub fn take_average(&mut self) {
+    pub fn swap_in_average(&mut self) {
         for (u, part, at) in own_pieces(&self.shards.updated) {
             if let Some(average) = self.zero.state(Vector::Average, u) {
                 let values = average.part(at..at + part.len()).to_host();

@@ -18,7 +18,7 @@ pub struct Tokens<'a> {
 }
 
 impl<'a> Tokens<'a> {
-    pub fn of(sample: &'a Experience) -> Self {
+    pub fn from_sample(sample: &'a Experience) -> Self {
         let Experience { prompt, response, .. } = sample;
         Self { tokens: sample.tokens().into(), prompt_tokens: prompt.tokens.len(), masks: &response.sampling_masks }
     }
@@ -96,7 +96,7 @@ impl PackedRow {
 
     /// Adds the last token so far to the rows of its sequence. No token follows it, so only a head without targets may
     /// use it.
-    pub fn look_at_end(&mut self) {
+    pub fn push_last_state(&mut self) {
         self.predict(self.tokens.len() as u32 - 1, 0);
         self.row_offsets.pop();
         self.row_offsets.push(self.rows.len());

@@ -34,7 +34,7 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let source = load::open(device, dir, arch.clone(), head, seed, TensorPart::of(&axes.tensor))?;
+        let source = load::open(device, dir, arch.clone(), head, seed, TensorPart::from_group(&axes.tensor))?;
         let shards = Shards::new(&source.table, axes, stage);
         let build = || Weights::build(source.table.clone(), dtype, &shards, |values| source.fill_unit(values));
         let weights = owned_by(owner(name), build)?;
@@ -53,14 +53,14 @@ impl Role {
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let table = load::table_on(device, dir, arch, head, TensorPart::of(&axes.tensor))?;
+        let table = load::table_on(device, dir, arch, head, TensorPart::from_group(&axes.tensor))?;
         let shards = Shards::new(&table, axes, stage);
         let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
         Ok(Self::new(name, dir, arch, weights, axes))
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {
-        let transformer = Transformer::over(arch, &weights.table, axes);
+        let transformer = Transformer::for_axes(arch, &weights.table, axes);
         Self { name, dir: dir.to_path_buf(), transformer, weights, source: None }
     }
 

@@ -35,7 +35,7 @@ fn pack(samples: &[Tokens], rows: &[usize], last: usize) -> PackedRow {
     for Tokens { tokens, prompt_tokens, masks } in rows.iter().map(|&i| &samples[i]) {
         packed.push_response(tokens, *prompt_tokens, masks);
         if last == 1 {
-            packed.look_at_end();
+            packed.push_last_state();
         }
     }
     packed
@@ -53,7 +53,7 @@ fn over_plan(
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(|sample| sample.tokens.len()).collect();
     let parts = axes.sequence.size();
-    let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::of(role.arch()));
+    let plan = balance::plan(&lengths, axes.data.size(), tokens_max * parts, &Cost::from_arch(role.arch()));
     role.weights.buffers().for_each(Buffer::prefetch);
     let mut mine = Vec::new();
     // The values of a micro-batch are read after the GPU has started the next one.
@@ -63,9 +63,9 @@ fn over_plan(
         let row = pack(samples, rows, last).shard(&axes.sequence);
         let forward = || role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
         let found = null::times(times, || score(&row, &forward())).later();
-        mine.extend(before.replace(found).map(Later::take).unwrap_or_default());
+        mine.extend(before.replace(found).map(Later::into_values).unwrap_or_default());
     }
-    mine.extend(before.map(Later::take).unwrap_or_default());
+    mine.extend(before.map(Later::into_values).unwrap_or_default());
     role.weights.release();
     role.weights.buffers().for_each(Buffer::evict);
     let room = |s: &Tokens| vec![0.0; s.tokens.len() - s.prompt_tokens + last];

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 pub struct Sums(pub BTreeMap<String, f64>);
 
 impl Sums {
-    pub fn of<const N: usize>(list: [(&str, f64); N]) -> Self {
+    pub fn from_list<const N: usize>(list: [(&str, f64); N]) -> Self {
         Self(list.map(|(key, value)| (key.to_string(), value)).into())
     }
 
@@ -54,15 +54,15 @@ mod tests {
 
     #[test]
     fn sums_add_up_by_key_and_largest_numbers_stay() {
-        let mut sums = Sums::of([("loss", 1.0), ("tokens", 4.0), ("gap_max", 0.5)]);
-        sums.add(&Sums::of([("gap_max", 0.25), ("loss", 2.0), ("norm", 7.0)]));
-        assert_eq!(sums, Sums::of([("loss", 3.0), ("tokens", 4.0), ("gap_max", 0.5), ("norm", 7.0)]));
+        let mut sums = Sums::from_list([("loss", 1.0), ("tokens", 4.0), ("gap_max", 0.5)]);
+        sums.add(&Sums::from_list([("gap_max", 0.25), ("loss", 2.0), ("norm", 7.0)]));
+        assert_eq!(sums, Sums::from_list([("loss", 3.0), ("tokens", 4.0), ("gap_max", 0.5), ("norm", 7.0)]));
         assert_eq!(
             sums.means(&[("loss", "tokens"), ("norm", "steps"), ("unknown", "tokens")]),
             [("loss", 0.75), ("norm", 7.0)]
         );
-        sums.add(&Sums::of([("gap_max", f64::NAN)]));
-        sums.add(&Sums::of([("gap_max", 9.0)]));
+        sums.add(&Sums::from_list([("gap_max", f64::NAN)]));
+        sums.add(&Sums::from_list([("gap_max", 9.0)]));
         assert!(sums.get("gap_max").is_nan(), "what is not a number is seen");
     }
 }

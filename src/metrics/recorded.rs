@@ -24,7 +24,7 @@ pub struct RecordedStep {
 }
 
 impl RecordedStep {
-    pub fn of(run_dir: &Path, step: u64) -> Self {
+    pub fn for_step(run_dir: &Path, step: u64) -> Self {
         Self { step, path: step_path(run_dir, step) }
     }
 

@@ -136,8 +136,8 @@ pub(super) fn remove(mut paths: impl Iterator<Item = PathBuf>) -> Result<()> {
 /// Writes the HDF5 file that `fill` creates to `path`.
 fn write_file(path: &Path, fill: impl FnOnce(&hdf5::File) -> hdf5::Result<()>) -> Result<()> {
     // No disk is involved, so this fails only if memory runs out, or for a value that HDF5 cannot hold.
-    let image =
-        hdf5_image::of(path, fill).map_err(|e| Error::fault(format!("cannot create {}: {e}", path.display())))?;
+    let image = hdf5_image::build_image(path, fill)
+        .map_err(|e| Error::fault(format!("cannot create {}: {e}", path.display())))?;
     files::write_atomic(path, &image).map_err(|e| {
         e.hint(
             "free disk space, lower metrics.rollouts_keep_last to keep fewer rollouts, or set \

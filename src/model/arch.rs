@@ -80,8 +80,9 @@ impl Arch {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         if let Some(generation) = read_object(&dir.join(GENERATION))? {
-            let tokens =
-                Reader::of(GENERATION, &generation).tokens("eos_token_id").map_err(|e| e.within(dir.display()))?;
+            let tokens = Reader::for_file(GENERATION, &generation)
+                .tokens("eos_token_id")
+                .map_err(|e| e.within(dir.display()))?;
             if !tokens.is_empty() {
                 arch.eos_tokens = tokens;
             }

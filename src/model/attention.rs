@@ -79,7 +79,7 @@ struct Raw {
 
 impl Attention {
     pub(super) fn new(arch: &Arch, table: &ParamTable, layer: usize, name: &str, tensor: &Group, ring: &Ring) -> Self {
-        let part = TensorPart::of(tensor);
+        let part = TensorPart::from_group(tensor);
         let copies = KvCopies::new(arch, part);
         let shape = AttentionShape {
             heads: part.heads(arch).len(),

@@ -121,7 +121,7 @@ impl Block {
     }
 
     /// Recomputes from x0 the activations that the backward needs. x2 is not among them.
-    fn again(&self, c: Context, packed: &Packed, x0: Tensor) -> Activations {
+    fn recompute(&self, c: Context, packed: &Packed, x0: Tensor) -> Activations {
         let mut x1 = x0;
         let attention = self.attend(c, &x1, LayerKeys::Packed(packed));
         let x0 = self.attention.add(c, &attention.saved, &mut x1, true).expect("a kept value is returned");
@@ -140,7 +140,7 @@ impl Block {
     ) {
         let Activations { x0, attention, x1, mlp } = match saved {
             BlockSaved::Everything(all) => *all,
-            BlockSaved::Input(x0) => self.again(c, packed, x0),
+            BlockSaved::Input(x0) => self.recompute(c, packed, x0),
         };
         let dn = self.mlp.backward(c, mlp.saved, dx, grads);
         self.mlp_norm.backward(c.w, &x1, &mlp.rstd, &dn, dx, grads);

@@ -21,10 +21,10 @@ pub(super) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     pub(super) fn new(object: &'a Map<String, Value>) -> Self {
-        Self::of("config.json", object)
+        Self::for_file("config.json", object)
     }
 
-    pub(super) fn of(file: &'static str, object: &'a Map<String, Value>) -> Self {
+    pub(super) fn for_file(file: &'static str, object: &'a Map<String, Value>) -> Self {
         Self { file, object, prefix: String::new() }
     }
 

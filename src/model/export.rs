@@ -62,7 +62,7 @@ impl Export {
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
         let files = TensorFiles::new(&fresh, table, dtype, SHARD_BYTES_MAX);
         let export = Self { out: out.to_owned(), fresh, files };
-        write_words(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
+        write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
     }
 
@@ -203,7 +203,7 @@ fn swap(fresh: &Path, out: &Path) -> Result<()> {
 }
 
 /// Writes all files but the tensors.
-fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
+fn write_metadata(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir: Option<&Path>) -> Result<()> {
     write_json(&dir.join("config.json"), &Value::Object(config(arch, head, dtype)))?;
     if let Some(from) = tokenizer_dir {
         for name in small_files::of_tokenizer(from)? {
@@ -216,7 +216,7 @@ fn write_words(dir: &Path, arch: &Arch, head: Head, dtype: DType, tokenizer_dir:
         let own = tokenizer_dir.map(|from| small_files::own(from, GENERATION)).transpose()?.flatten();
         let kept = own.map(|file| read_object(&file)).transpose()?.flatten();
         let mut generation = kept.unwrap_or_else(|| generation_config(arch));
-        let named = Reader::of(GENERATION, &generation).tokens("eos_token_id")?;
+        let named = Reader::for_file(GENERATION, &generation).tokens("eos_token_id")?;
         if arch.eos_tokens.iter().any(|id| !named.contains(id)) {
             generation.insert("eos_token_id".into(), end_tokens(arch));
         }

@@ -44,13 +44,13 @@ impl Gradients {
     /// All zeros, on a single rank.
     pub fn new(table: Arc<ParamTable>) -> Self {
         let shards = Shards::new(&table, &Axes::one(), 0);
-        let mut all = Self::over(table, &shards);
+        let mut all = Self::for_shards(table, &shards);
         all.take_memory();
         all
     }
 
     /// All zeros, on the device of the table.
-    pub fn over(table: Arc<ParamTable>, shards: &Shards) -> Self {
+    pub fn for_shards(table: Arc<ParamTable>, shards: &Shards) -> Self {
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
         let mode = if shards.gradients() {
@@ -149,7 +149,7 @@ impl Gradients {
         {
             whole.next -= 1;
             let (u, everywhere) = (whole.next, whole.everywhere);
-            let sum = self.take(u);
+            let sum = self.take_unit(u);
             self.send(u, sum, order, everywhere);
         }
     }
@@ -236,7 +236,7 @@ impl Gradients {
     }
 
     /// Takes out the sums of a whole unit, padding included. `zero` makes new ones.
-    pub fn take(&mut self, unit: usize) -> Flat {
+    pub fn take_unit(&mut self, unit: usize) -> Flat {
         std::mem::replace(&mut self.sums[unit], Flat::none())
     }
 

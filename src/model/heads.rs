@@ -18,15 +18,15 @@ pub struct Teacher<'a> {
 }
 
 /// Teachers, and how a student is compared with them.
-pub struct Lesson<'a> {
+pub struct DistillTargets<'a> {
     pub teachers: Vec<Teacher<'a>>,
     pub divergence: Divergence,
     pub temperature: f32,
 }
 
-impl Lesson<'_> {
+impl DistillTargets<'_> {
     /// Calls `work` with the heads of all teachers.
-    fn taught<R>(&self, work: impl FnOnce(linear_divergence::Teachers) -> R) -> R {
+    fn with_teachers<R>(&self, work: impl FnOnce(linear_divergence::Teachers) -> R) -> R {
         let units: Vec<Unit> = self.teachers.iter().map(|teacher| teacher.model.head_unit(teacher.weights)).collect();
         let all: Vec<linear_divergence::Teacher> = self
             .teachers
@@ -75,7 +75,7 @@ impl Transformer {
         entropy: bool,
     ) -> (Vec<f32>, Vec<f32>) {
         let kind = if entropy { Extra::Entropy } else { Extra::Nothing };
-        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, kind).later().take();
+        let mut logprobs = self.logprobs_on_device(w, hidden, rows, targets, temperature, kind).later().into_values();
         let entropies = logprobs.split_off(rows.len());
         (logprobs, entropies)
     }
@@ -139,14 +139,15 @@ impl Transformer {
         hidden: &Tensor,
         rows: &[u32],
         targets: &[u32],
-        lesson: &Lesson,
+        distill_targets: &DistillTargets,
     ) -> (Divergences, Vec<f32>) {
         let (h, unit) = (self.states(w, hidden, rows, targets), self.head_unit(w));
         let mut logprobs = vec![0.0; rows.len()];
         let mut found = Divergences::default();
         self.with_head_part(|part| {
             let head = unit.weight(self.head);
-            found = lesson.taught(|all| linear_divergence::forward(&h, head, part, targets, all, &mut logprobs));
+            found = distill_targets
+                .with_teachers(|all| linear_divergence::forward(&h, head, part, targets, all, &mut logprobs));
         });
         (found, logprobs)
     }
@@ -159,7 +160,7 @@ impl Transformer {
         hidden: &Tensor,
         rows: &[u32],
         targets: &[u32],
-        lesson: &Lesson,
+        distill_targets: &DistillTargets,
         weights: [f32; 2],
         grads: &mut Gradients,
     ) -> (Tensor, Divergences, Vec<f32>) {
@@ -167,8 +168,9 @@ impl Transformer {
         let (mut logprobs, mut found) = (vec![0.0; rows.len()], Divergences::default());
         let dhidden = self.through_head(w, &h, rows, hidden.rows(), grads, |head, part, dh, dw| {
             let l = &mut logprobs;
-            found = lesson
-                .taught(|all| linear_divergence::forward_backward(&h, head, part, targets, all, weights, l, dh, dw));
+            found = distill_targets.with_teachers(|all| {
+                linear_divergence::forward_backward(&h, head, part, targets, all, weights, l, dh, dw)
+            });
         });
         (dhidden, found, logprobs)
     }
@@ -197,7 +199,7 @@ impl Transformer {
 
     /// The value (or reward) at each of `rows`.
     pub fn values(&self, w: &Weights, hidden: &Tensor, rows: &[u32]) -> Vec<f32> {
-        self.values_on_device(w, hidden, rows).later().take()
+        self.values_on_device(w, hidden, rows).later().into_values()
     }
 
     /// The same on the device of `hidden`.

@@ -22,7 +22,7 @@ pub fn init(arch: &Arch, head: Head, dtype: DType, seed: u64) -> Weights {
 pub fn init_on(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let table = Arc::new(ParamTable::on(device, arch, head, part));
     let units = (0..table.units().len()).map(|u| unit(&table, u, dtype, seed)).collect();
-    Weights::of(table, dtype, units)
+    Weights::from_units(table, dtype, units)
 }
 
 /// One unit of new weights.

@@ -30,7 +30,7 @@ impl TensorPart {
     }
 
     /// The part of a rank of the tensor axis.
-    pub fn of(tensor: &Group) -> Self {
+    pub fn from_group(tensor: &Group) -> Self {
         Self { rank: tensor.rank(), size: tensor.size() }
     }
 

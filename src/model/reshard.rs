@@ -117,7 +117,7 @@ impl Reshard {
                 }
             });
         }
-        (Weights::of(self.to.clone(), from.dtype(), units), self.received.get() * from.dtype().bytes())
+        (Weights::from_units(self.to.clone(), from.dtype(), units), self.received.get() * from.dtype().bytes())
     }
 
     fn receives(&self, elements: usize) {
@@ -183,7 +183,7 @@ impl Reshard {
     fn gather_part(&self, own: &UnitValues, partition: Option<Arc<Partition>>, unit: usize) -> Pending<UnitValues> {
         let padded_len = partition.as_ref().map_or_else(|| own.range().len(), |partition| partition.padded_len(unit));
         let mut values = UnitValues::padded_scratch(&self.to, unit, own.dtype(), padded_len);
-        values.take(own);
+        values.copy_part(own);
         self.zero.submit(move |group| {
             if let Some(partition) = partition {
                 values.gather(group, partition.shares(unit));

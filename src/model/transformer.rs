@@ -95,7 +95,7 @@ impl Saved {
 
 impl Transformer {
     pub fn new(arch: &Arch, table: &ParamTable) -> Self {
-        Self::over(arch, table, &Axes::one())
+        Self::for_axes(arch, table, &Axes::one())
     }
 
     /// The same on ranks that share each matrix (`axes.tensor`) and each sequence (`axes.sequence`). `table` lists this
@@ -103,9 +103,9 @@ impl Transformer {
     ///
     /// # Panics
     /// If the table lists another rank's parts.
-    pub fn over(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
+    pub fn for_axes(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (tensor, ring) = (&axes.tensor, Ring::new(axes));
-        assert_eq!(table.tensor_part(), TensorPart::of(tensor), "the table must list this rank's part");
+        assert_eq!(table.tensor_part(), TensorPart::from_group(tensor), "the table must list this rank's part");
         let embedding = table.id(arch::EMBEDDING);
         Self {
             arch: arch.clone(),
@@ -137,7 +137,7 @@ impl Transformer {
         let keep = saved.as_ref().map_or(Keep::Nothing, |saved| saved.keep);
         let x = self.embedded(w, Indices::on(self.device, tokens));
         let positions = &Indices::on(self.device, positions);
-        let (hidden, last, kept) = self.through(w, x, positions, &mut keys, keep);
+        let (hidden, last, kept) = self.run_layers(w, x, positions, &mut keys, keep);
         if let Some(saved) = saved {
             saved.tokens = tokens.to_vec();
             saved.positions = positions.to_vec();
@@ -171,7 +171,7 @@ impl Transformer {
         let hidden = {
             let positions = &Indices::on_gpu(tables.positions(), rows);
             let mut keys = Keys::Paged(cache, Paged::on_gpu(tables, rows, longest));
-            self.through(w, x, positions, &mut keys, Keep::Nothing).0
+            self.run_layers(w, x, positions, &mut keys, Keep::Nothing).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
         tables.end(rows, self.tensor.size());
@@ -195,7 +195,7 @@ impl Transformer {
     }
 
     /// The addresses from which `decode` reads weights and angles. A graph of it is valid while they stay the same.
-    pub fn places(&self, w: &Weights) -> Vec<Arg> {
+    pub fn addresses(&self, w: &Weights) -> Vec<Arg> {
         let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).address());
         units.chain([self.rope.place()]).collect()
     }
@@ -213,7 +213,7 @@ impl Transformer {
 
     /// Runs all layers and the final norm. Returns the hidden state, the norm's input with its 1 / rms, and the kept
     /// results.
-    fn through(
+    fn run_layers(
         &self,
         w: &Weights,
         mut x: Tensor,
@@ -298,7 +298,7 @@ impl Transformer {
 
     /// The tokens whose rows of embedding and head this rank holds.
     pub(super) fn vocabulary(&self) -> std::ops::Range<usize> {
-        TensorPart::of(&self.tensor).range(self.arch.vocabulary)
+        TensorPart::from_group(&self.tensor).range(self.arch.vocabulary)
     }
 
     /// The unit of the final norm and of an untied head.

@@ -133,7 +133,7 @@ impl UnitValues {
         match &mut self.host_copy {
             _ if memory.bytes() == 0 => {}
             Some(host_copy) => host_copy.offload(memory, have_changed),
-            None => self.host_copy = Some(HostCopy::of(memory)),
+            None => self.host_copy = Some(HostCopy::offload_from(memory)),
         }
     }
 
@@ -231,7 +231,7 @@ impl UnitValues {
     }
 
     /// Copies the values of `other`, whose range lies within this one. The f32 copies stay as they are.
-    pub(super) fn take(&mut self, other: &Self) {
+    pub(super) fn copy_part(&mut self, other: &Self) {
         let (at, len) = (self.here(&other.range).start, other.range.len());
         self.slice_mut().copy_from(other.slice(), &Piece::run(0, len), &Piece::run(at, len));
     }

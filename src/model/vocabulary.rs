@@ -20,7 +20,7 @@ const NUMBERS: usize = 4;
 impl Transformer {
     /// Calls `body` with this rank's part of the head.
     pub(super) fn with_head_part(&self, body: impl FnOnce(HeadPart)) {
-        let rows_max = TensorPart::of(&self.tensor).widest(self.arch.vocabulary);
+        let rows_max = TensorPart::from_group(&self.tensor).widest(self.arch.vocabulary);
         let combine = |stats: &mut [RowStats], targets: &mut [f32]| combine(&self.tensor, stats, targets);
         let combine: Option<&Combine> = if self.tensor.size() > 1 { Some(&combine) } else { None };
         let gather = |stats: &Memory| (of_parts(&self.tensor, stats), self.tensor.size());
@@ -97,7 +97,7 @@ impl Transformer {
 
     /// The ends of the vocabulary's parts, i32, for `decode`.
     pub fn ends_on_gpu(&self) -> Memory {
-        Memory::of(&self.vocabularies().map(|range| range.end as i32).collect::<Vec<_>>())
+        Memory::from_values(&self.vocabularies().map(|range| range.end as i32).collect::<Vec<_>>())
     }
 
     /// Samples as `sample` does for the first `rows` rows of `tables`, where all ranks get all tokens.

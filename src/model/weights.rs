@@ -53,7 +53,7 @@ impl std::fmt::Debug for Weights {
 
 impl Weights {
     /// Unsharded weights from the values of each unit.
-    pub(super) fn of(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
+    pub(super) fn from_units(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
         Self { table, dtype, units, gathered: None, gathering: Vec::new() }
@@ -143,7 +143,7 @@ impl Weights {
         let partition = gathered.partition.clone();
         let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
         let mut values = owned_by("gathered units", scratch);
-        values.take(self.local(unit));
+        values.copy_part(self.local(unit));
         gathered.stream.submit(move |group| {
             values.gather(group, partition.shares(unit));
             values

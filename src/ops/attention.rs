@@ -29,7 +29,7 @@ impl<T> Default for Tables<T> {
 }
 
 impl<T> Tables<T> {
-    fn of(&self, shape: &AttentionShape, make: impl FnOnce() -> T) -> Arc<T> {
+    fn get_or_make(&self, shape: &AttentionShape, make: impl FnOnce() -> T) -> Arc<T> {
         let mut tables = lock(&self.0);
         if let Some((_, table)) = tables.iter().find(|(known, _)| known == shape) {
             return table.clone();
@@ -51,12 +51,12 @@ pub struct Packed<'a> {
 
 impl Packed<'_> {
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
-        self.tables.of(shape, || SpanTable::new(&self.spans, shape))
+        self.tables.get_or_make(shape, || SpanTable::new(&self.spans, shape))
     }
 
     /// The steps of rank `rank` among the `size` ranks that share the sequences. Each process is one rank.
     pub fn ring(&self, device: Device, shape: &AttentionShape, rank: usize, size: usize) -> Arc<Steps> {
-        self.steps.of(shape, || Steps::new(device, self.cu_seqlens, shape, rank, size))
+        self.steps.get_or_make(shape, || Steps::new(device, self.cu_seqlens, shape, rank, size))
     }
 }
 
@@ -233,7 +233,7 @@ impl<'a> Paged<'a> {
     }
 
     fn cuda(&self, shape: &AttentionShape) -> Arc<SequenceTable> {
-        self.tables.of(shape, || match self.source {
+        self.tables.get_or_make(shape, || match self.source {
             Source::Host(sequences) => SequenceTable::new(sequences, shape),
             Source::Gpu { tables, rows, longest } => tables.sequences(rows, longest, shape),
         })
@@ -297,7 +297,7 @@ pub fn kv_append(
             }
         }
         KvLayer::Cuda(pages) => {
-            let angles = rope.of(positions);
+            let angles = rope.angles_at(positions);
             let at = (positions.cuda(), angles.cuda(shape.head_dim));
             cuda::kv_cache::kv_append(pages, q.cuda_mut(), [k.cuda(), v.cuda()], at, &paged.cuda(shape));
         }

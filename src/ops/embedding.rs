@@ -37,7 +37,7 @@ pub fn backward_part(tokens: &[u32], first: usize, dy: &Tensor, dw: WeightMut) {
         Device::Cpu => cpu::embedding::scatter(dy.data(), k, &place, dw.values.f32()),
         Device::Cuda => {
             let dw = dw.values.cuda().part(0..n * k);
-            cuda::embedding::backward(&ScatterLists::of(tokens), first, dy.cuda(), k, dw);
+            cuda::embedding::backward(&ScatterLists::from_keys(tokens), first, dy.cuda(), k, dw);
         }
     }
 }

@@ -135,7 +135,7 @@ impl Comparison for Against<'_> {
                 let scale = self.scale * weight * inverse_temperature;
                 pair.add(divergence, &sums, scale, dlogits.reborrow(), own.stride());
             }
-            let sums = Late::of(sums.view(DType::F32).part(0..4 * m)).take();
+            let sums = Late::start(sums.view(DType::F32).part(0..4 * m)).wait_values();
             self.count(range, *weight, sums.as_chunks::<4>().0.iter().map(|[_, first, second, _]| [*first, *second]));
         }
     }

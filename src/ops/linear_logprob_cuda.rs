@@ -172,7 +172,7 @@ pub(super) fn forward_backward(
             let mut both = numbers.view_mut(DType::F32).part(0..2 * m);
             let (l, h) = both.split_at(m);
             cuda::read(&stats, head.inverse_temperature, l, Some(h));
-            let found = Late::of(both.as_view()).take();
+            let found = Late::start(both.as_view()).wait_values();
             logprobs[range.clone()].copy_from_slice(&found[..m]);
             entropy[range.clone()].copy_from_slice(&found[m..]);
             let mut slopes = vec![0.0; 2 * m];

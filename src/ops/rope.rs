@@ -85,7 +85,7 @@ impl RopeTable {
     }
 
     /// A table that contains the angles of these positions.
-    pub(super) fn of(&self, positions: &Indices) -> Arc<Angles> {
+    pub(super) fn angles_at(&self, positions: &Indices) -> Arc<Angles> {
         self.reaching(positions.largest().map_or(0, |last| last as usize + 1))
     }
 
@@ -136,7 +136,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
             table.head_dim
         );
     }
-    let angles = table.of(positions);
+    let angles = table.angles_at(positions);
     match both[0].device() {
         Device::Cpu => {
             let angles = cpu::rope::Angles { half, cos: &angles.cos, sin: &angles.sin, back };

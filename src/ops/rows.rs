@@ -18,7 +18,7 @@ pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);
     match y.device() {
         Device::Cpu => cpu::copy::scatter(y.data(), y.width(), rows, x.data_mut()),
-        Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &ScatterLists::of(rows), x.cuda_mut()),
+        Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &ScatterLists::from_keys(rows), x.cuda_mut()),
     }
 }
 

@@ -92,7 +92,7 @@ pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Memo
         return None;
     }
     note(logits);
-    let (rows, v) = (Rows::of(rows), logits.width());
-    let ends = Memory::of(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
+    let (rows, v) = (Rows::from_rows(rows), logits.width());
+    let ends = Memory::from_values(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
     Some(cuda::sample::forward(logits.cuda(), [v, v], &ends, &rows))
 }

@@ -37,7 +37,7 @@ pub fn backward<'a, 'b>(
     match h.device() {
         Device::Cpu => cpu::backward(h.data(), w.f32(), dvalues, dh.data_mut(), dw.f32()),
         Device::Cuda => {
-            let dvalues = Memory::of(dvalues);
+            let dvalues = Memory::from_values(dvalues);
             cuda::value_head::backward(h.cuda(), w.cuda(), dvalues.view(DType::F32), dh.cuda_mut(), dw.cuda());
         }
     }

@@ -67,7 +67,7 @@ impl Zero {
         let parts: Vec<_> = (0..partition.units()).map(|u| parts(&partition.own(u), decay, &exempt)).collect();
         let of_gpu = if device == Device::Cuda { &parts[..] } else { &[] };
         let ends = |parts: &Vec<Part<f32>>| parts.iter().map(|part| (part.range.end, part.is)).collect::<Vec<_>>();
-        let decays = of_gpu.iter().map(|parts| Decays::of(&ends(parts))).collect();
+        let decays = of_gpu.iter().map(|parts| Decays::from_parts(&ends(parts))).collect();
         Self {
             config: config.clone(),
             parts,

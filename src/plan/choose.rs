@@ -85,7 +85,7 @@ impl Candidate {
     }
 
     /// The seconds of a stage. Parts of the placement run at the same time.
-    pub fn of(&self, stage: Stage) -> f64 {
+    pub fn seconds_of(&self, stage: Stage) -> f64 {
         longest(&self.placed, |time| time.of_stage(stage))
     }
 
@@ -259,11 +259,11 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if !device.is_cpu() && job.shape.has_rollout() {
         // Try to offload everything. If that helps, try to offload less.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
-        let most = swapping(&short, &[Swap::of(&[Offload::Optimizer, Offload::Roles])]);
+        let most = swapping(&short, &[Swap::from_offload(&[Offload::Optimizer, Offload::Roles])]);
         let found = candidates(job, &parts, &most, device);
         let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
         let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
-        let less = [Offload::Optimizer, Offload::Roles].map(|one| Swap::of(&[one]));
+        let less = [Offload::Optimizer, Offload::Roles].map(|one| Swap::from_offload(&[one]));
         all.extend(found);
         all.extend(candidates(job, &parts, &swapping(&helped, &less), device));
     }
@@ -309,7 +309,7 @@ fn candidates(job: &Job, parts: &[RolesOnRanks], layouts: &[Layout], device: &De
 /// The memory and time of one job on one layout, whether it fits or not.
 pub fn candidate(job: &Job, parts: &[RolesOnRanks], layout: &Layout, device: &Device) -> Candidate {
     let placed = parts.iter().map(|(roles, ranks)| {
-        let layout = layout.over(ranks.len());
+        let layout = layout.on_ranks(ranks.len());
         let (memory, time) = count(job, &layout, device, roles);
         Placed { roles: roles.clone(), ranks: ranks.clone(), layout, memory, time }
     });
@@ -355,7 +355,7 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         let mesh = Mesh { data, pipeline, sequence, tensor };
         for zero in stages(job, data * sequence) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
-                found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::of(&job.config.mesh.offload) });
+                found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::from_offload(&job.config.mesh.offload) });
             }
         }
     }
@@ -413,7 +413,7 @@ fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidat
     let mut found = Vec::new();
     let mut fitting = fitting;
     fitting.sort_by(|a, b| a.step_s().total_cmp(&b.step_s()));
-    // One with the chosen layout's own axes shows the effect of swapping and of KV cache waves.
+    // One with the chosen layout's own axes shows the effect of swapping and of KV cache batches.
     if let Some(at) = fitting.iter().position(|c| axes(c) == axes(chosen)) {
         let candidate = fitting.remove(at);
         found.push(RunnerUp { why: slower(chosen, &candidate), candidate });
@@ -447,7 +447,7 @@ fn less_plain(other: &Candidate, than: &Candidate) -> &'static str {
 
 /// The stage in which `other` loses most time. If it loses none, the reason against it.
 fn slower(chosen: &Candidate, other: &Candidate) -> String {
-    let lost = |stage: Stage| other.of(stage) - chosen.of(stage);
+    let lost = |stage: Stage| other.seconds_of(stage) - chosen.seconds_of(stage);
     let most = Stage::ALL.into_iter().max_by(|a, b| lost(*a).total_cmp(&lost(*b))).expect("a step has stages");
     let more = 100.0 * (other.step_s() / chosen.step_s() - 1.0);
     if more <= 0.0 {

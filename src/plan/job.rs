@@ -93,7 +93,7 @@ impl<'a> Job<'a> {
     }
 
     fn cut(&self, lengths: &[usize], mesh: &Mesh) -> Vec<Vec<Microbatch>> {
-        let (gradient, cost) = (&self.config.gradient, Cost::of(self.archs.actor()));
+        let (gradient, cost) = (&self.config.gradient, Cost::from_arch(self.archs.actor()));
         // The job itself rejects trees over other numbers of ranks.
         let order = if mesh.data.is_power_of_two() { gradient.order } else { GradientOrder::Fast };
         let tokens_max = (self.shape.microbatch_tokens_max * mesh.sequence).max(1);

@@ -25,7 +25,7 @@ impl Phase {
         ["load", "rollout", "score", "train", "checkpoint"][self as usize]
     }
 
-    fn of(phase: null::Phase, has_rollout: bool) -> Self {
+    fn from_null(phase: null::Phase, has_rollout: bool) -> Self {
         use null::Phase::{Checkpoint, Decode, Eval, Load, Prefill, Reward, Rollout, Score, Train};
         match phase {
             Load => Self::Load,
@@ -81,7 +81,7 @@ pub struct KvCache {
     pub samples: usize,
     /// Samples that run at once.
     pub at_once: usize,
-    pub waves: usize,
+    pub batches: usize,
     pub bytes: usize,
     /// The bytes that all samples at once would need.
     pub bytes_wanted: usize,
@@ -108,11 +108,17 @@ pub struct Memory {
 
 impl Memory {
     /// The memory of a rank as a null device counted it; its tensors took at most `arena` bytes.
-    pub(super) fn of(job: &Job, device: &Device, record: &Record, arena: usize, failed: Option<Error>) -> Self {
+    pub(super) fn from_record(
+        job: &Job,
+        device: &Device,
+        record: &Record,
+        arena: usize,
+        failed: Option<Error>,
+    ) -> Self {
         // A job that is rejected before it allocates anything has this phase, too.
         let mut peaks = BTreeMap::from([(Phase::Load, Peak::default())]);
         for (phase, peak) in &record.peaks {
-            let fuller = peaks.entry(Phase::of(*phase, job.shape.has_rollout())).or_default();
+            let fuller = peaks.entry(Phase::from_null(*phase, job.shape.has_rollout())).or_default();
             if peak.bytes >= fuller.bytes {
                 *fuller = peak.clone();
             }
@@ -126,7 +132,7 @@ impl Memory {
         let limit = if arena_max == 0 { u64::MAX } else { arena_max + program as u64 };
         let within = arena_max == 0 || arena as u64 <= arena_max;
         let fits = failed.is_none() && within && in_use as u64 <= device.memory_bytes;
-        let (kv, host, limit) = (record.cache.map(KvCache::of), record.host, limit.min(device.memory_bytes));
+        let (kv, host, limit) = (record.cache.map(KvCache::from_cache), record.host, limit.min(device.memory_bytes));
         Self { peaks, resident, arena, limit, kv, host, fits, failed }
     }
 
@@ -168,10 +174,10 @@ impl Memory {
 }
 
 impl KvCache {
-    fn of(cache: Cache) -> Self {
+    fn from_cache(cache: Cache) -> Self {
         let Cache { token_bytes, bytes, bytes_needed, bytes_wanted, samples, batch_max } = cache;
         let slots = samples.min(batch_max);
         let at_once = if bytes >= bytes_needed { slots } else { (slots * bytes / bytes_needed.max(1)).max(1) };
-        Self { token_bytes, samples, at_once, waves: samples.div_ceil(at_once.max(1)), bytes, bytes_wanted }
+        Self { token_bytes, samples, at_once, batches: samples.div_ceil(at_once.max(1)), bytes, bytes_wanted }
     }
 }

@@ -42,8 +42,8 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
     let on = Null { threads: device.threads, memory_bytes: device.memory_bytes, gpu: device.gpu };
     let steps = planned.steps as f64;
     let (done, usage, record) = arena::on_null(on, || abort::caught(|| train::plan(planned)));
-    let time = Time::of(&record, steps, job.tokens_of_a_step(), device);
-    (Memory::of(job, device, &record, usage.peak, done.err()), time)
+    let time = Time::from_record(&record, steps, job.tokens_of_a_step(), device);
+    (Memory::from_record(job, device, &record, usage.peak, done.err()), time)
 }
 
 /// All placements, each with the axes of `layout` except data.
@@ -51,7 +51,7 @@ fn placements(job: &Job, layout: &Layout, parts: &[RolesOnRanks]) -> Vec<(Placem
     let on = |(roles, ranks): &RolesOnRanks| {
         // Rewards are not models, and are with the others.
         let roles = if job.config.mesh.placement.is_empty() { RoleName::ALL.to_vec() } else { roles.clone() };
-        (Placement { roles, ranks: ranks.clone() }, layout.over(ranks.len()))
+        (Placement { roles, ranks: ranks.clone() }, layout.on_ranks(ranks.len()))
     };
     parts.iter().map(on).collect()
 }

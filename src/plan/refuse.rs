@@ -155,7 +155,7 @@ pub fn fits(sets: &[String], world: usize, job: &Job, device: &Device) -> bool {
     let Ok(parts) = job.parts(world) else { return false };
     let Ok(all) = layouts(&job, world, device) else { return false };
     let both = !device.is_cpu() && job.shape.has_rollout();
-    let swap = Swap::of(if both { &[Offload::Optimizer, Offload::Roles] } else { &config.mesh.offload });
+    let swap = Swap::from_offload(if both { &[Offload::Optimizer, Offload::Roles] } else { &config.mesh.offload });
     // It is enough to try the layout with the least memory.
     let zero = all.iter().map(|layout| layout.zero).max();
     let is_least = |layout: &&Layout| {

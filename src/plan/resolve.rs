@@ -74,7 +74,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     if let Some(chosen) = chosen.filter(|_| is_open) {
         (axes.tensor, axes.zero) = (Auto::Is(chosen.mesh.tensor), Auto::Is(chosen.zero));
     }
-    let swap = chosen.map_or_else(|| Swap::of(&config.mesh.offload), |chosen| chosen.swap);
+    let swap = chosen.map_or_else(|| Swap::from_offload(&config.mesh.offload), |chosen| chosen.swap);
     let chosen = chosen.filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
     let tensor_of_rollout = chosen.map_or(config.rollout.tensor, |chosen| Auto::Is(chosen.rollout_tensor));
     let of = |placement: Placement| {
@@ -106,7 +106,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
 /// Counts for given rows.
 fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Count {
     Box::new(move |config, fast, rows, eval| {
-        let rows = Rows::of(config, &train::shape(config), archs.actor().context, rows, eval);
+        let rows = Rows::from_tokens(config, &train::shape(config), archs.actor().context, rows, eval);
         let job = Job::new(config, &archs, Some(rows));
         let [fast, workspace] = fast.unwrap_or([job.fast, job.workspace]);
         expect(&Job { fast, workspace, ..job }, &placed, &device)

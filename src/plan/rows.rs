@@ -59,7 +59,13 @@ impl Rows {
     ///
     /// # Panics
     /// If there are none.
-    pub fn of(config: &Config, shape: &StepShape, context: usize, tokens: &[RowTokens], eval: &[RowTokens]) -> Self {
+    pub fn from_tokens(
+        config: &Config,
+        shape: &StepShape,
+        context: usize,
+        tokens: &[RowTokens],
+        eval: &[RowTokens],
+    ) -> Self {
         let only_evaluates = shape.trained == 0;
         let most = if config.eval.samples_max == 0 { eval.len() } else { config.eval.samples_max };
         let eval = &eval[..if only_evaluates { shape.rows.min(most).min(eval.len()) } else { eval.len() }];
@@ -91,7 +97,7 @@ impl Rows {
             Reading { config: &config.data, part: shape.part, tokenizer: &tokenizer, vocabulary: actor.vocabulary };
         let ahead = data::look_ahead(reading, &cache, seed, wanted)?;
         let origin = if ahead.is_sample { Origin::Sampled } else { Origin::Drawn };
-        Ok(Self { origin, ..Self::of(config, shape, actor.context, &ahead.rows, &ahead.eval) })
+        Ok(Self { origin, ..Self::from_tokens(config, shape, actor.context, &ahead.rows, &ahead.eval) })
     }
 
     /// The same rows with these lengths instead.

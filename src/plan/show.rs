@@ -68,7 +68,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         let parameters = grouped(ParamTable::new(arch, *head).parameters() as u64);
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
-    if job.shape.has_rollout() && job.archs.of(RoleName::Reward).is_none() {
+    if job.shape.has_rollout() && job.archs.find(RoleName::Reward).is_none() {
         line(out, "  reward     rules or services: no device memory and no device time");
     }
     step(out, job, choice);
@@ -213,10 +213,10 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     }
     wrap(out, "", &text);
     if let Some(kv) = memory.kv {
-        let KvCache { token_bytes, samples, at_once, waves, bytes_wanted, .. } = kv;
-        let (token_bytes, plural) = (grouped(token_bytes as u64), if waves == 1 { "" } else { "s" });
+        let KvCache { token_bytes, samples, at_once, batches, bytes_wanted, .. } = kv;
+        let (token_bytes, plural) = (grouped(token_bytes as u64), if batches == 1 { "" } else { "s" });
         let text = format!(
-            "kv cache: {token_bytes} bytes per token; {at_once} of {samples} samples at once, {waves} wave{plural}; \
+            "kv cache: {token_bytes} bytes per token; {at_once} of {samples} samples at once, {batches} batch{plural}; \
              all at once would take {}",
             format_bytes(bytes_wanted as u64)
         );
@@ -237,7 +237,7 @@ fn time(out: &mut String, job: &Job, choice: &Choice, device: &Device) {
     line(out, format!("{:<24} {:>12} {:>12} {:>8}", "phase", "floor", "predicted", "share"));
     let whole = chosen.step_s();
     for stage in Stage::ALL {
-        let seconds = chosen.of(stage);
+        let seconds = chosen.seconds_of(stage);
         if seconds == 0.0 && matches!(stage, Stage::Swapping) {
             continue;
         }
@@ -384,7 +384,7 @@ fn candidate(candidate: &Candidate) -> Value {
         "rollout_s": candidate.sides(Time::of_stage).map(|[rollout, _]| rollout),
         "learning_s": candidate.sides(Time::of_stage).map(|[_, learning]| learning),
         "round_s": candidate.round_s(), "evaluation_s": candidate.evaluation_s(),
-        "seconds": seconds(&|stage| candidate.of(stage)),
+        "seconds": seconds(&|stage| candidate.seconds_of(stage)),
         "floors": seconds(&|stage| candidate.floor_of(stage)),
         "placed": candidate.placed.iter().map(placed).collect::<Vec<_>>(),
     })

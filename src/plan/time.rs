@@ -30,7 +30,7 @@ impl Stage {
     }
 
     /// The stage of a phase's computation; none for phases outside of a step.
-    fn of(phase: Phase) -> Option<Self> {
+    fn from_phase(phase: Phase) -> Option<Self> {
         match phase {
             Phase::Rollout | Phase::Prefill => Some(Self::Prefill),
             Phase::Decode => Some(Self::Decode),
@@ -74,12 +74,12 @@ pub struct Time {
 
 impl Time {
     /// The time of `steps` steps of `tokens` tokens on `device`.
-    pub(super) fn of(record: &Record, steps: f64, tokens: usize, device: &Device) -> Self {
+    pub(super) fn from_record(record: &Record, steps: f64, tokens: usize, device: &Device) -> Self {
         let parts = parts(&record.work, steps, device);
         let seconds = |parts: &[(Task, Part)], counts: fn(Phase) -> bool| -> f64 {
             parts.iter().filter(|(task, _)| counts(task.phase)).map(|(_, part)| part.seconds).sum()
         };
-        let round_s = seconds(&parts, |phase| Stage::of(phase) != Some(Stage::Training));
+        let round_s = seconds(&parts, |phase| Stage::from_phase(phase) != Some(Stage::Training));
         let evaluation_s = seconds(&self::parts(&record.evaluation, 1.0, device), |_| true);
         let mut parts: Vec<Part> = parts.into_iter().map(|(_, part)| part).filter(|part| part.busy_s > 0.0).collect();
         parts.sort_by_key(|part| part.stage);
@@ -109,8 +109,9 @@ fn parts(all: &BTreeMap<Task, Work>, steps: f64, device: &Device) -> Vec<(Task, 
         calls: work.calls / steps,
         messages: work.messages / steps,
     };
-    let parts =
-        all.iter().filter_map(|(task, work)| Some((*task, part(task, Stage::of(task.phase)?, each(work), device))));
+    let parts = all
+        .iter()
+        .filter_map(|(task, work)| Some((*task, part(task, Stage::from_phase(task.phase)?, each(work), device))));
     let mut parts: Vec<(Task, Part)> = parts.collect();
     hide(&mut parts);
     parts
@@ -200,7 +201,7 @@ mod tests {
         let rate = |gpu: &str, phase: Phase, rows: f64| {
             let (device, task) = (Device::gpu(gpu, 25.0).expect("known"), Task { phase, op: null::GEMM, over: None });
             let work = Work { flops: rows * 1e9, bytes: 1e9, ..Work::default() };
-            part(&task, Stage::of(phase).expect("part of a step"), work, &device).efficiency
+            part(&task, Stage::from_phase(phase).expect("part of a step"), work, &device).efficiency
         };
         assert_eq!([64.0, 72.0].map(|rows| rate("a800-80g", Phase::Decode, rows)), [0.62, 0.50]);
         assert_eq!([64.0, 72.0].map(|rows| rate("h200", Phase::Decode, rows)), [0.45, 0.42]);

@@ -18,7 +18,7 @@
 use super::Request;
 use super::blocks::{BlockPool, pages_of};
 use super::live::Live;
-use super::run::{Fed, Hooks, Model, Outcome, Progress};
+use super::run::{ForwardInput, Hooks, Model, Outcome, Progress};
 use super::scheduler::{Limits, cached_tokens_max};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
@@ -213,7 +213,7 @@ impl<'a> BeamRun<'a> {
         }
         let feeds = self.searches.iter().zip(&shares).filter(|(_, (tokens, _))| *tokens > 0).flat_map(
             |(search, &(tokens, complete))| {
-                search.beams.iter().map(move |beam| Fed {
+                search.beams.iter().map(move |beam| ForwardInput {
                     tokens: &beam.live.tokens[search.past..search.past + tokens],
                     past: search.past,
                     blocks: &beam.blocks,

@@ -131,7 +131,7 @@ impl Engine {
             }
         }
         run.outcome.preemptions = run.scheduler.preemptions();
-        run.outcome.found_tokens = run.scheduler.found_tokens();
+        run.outcome.prefix_hit_tokens = run.scheduler.prefix_hit_tokens();
         let answered = requests.iter().zip(&run.outcome.responses).filter(|(_, response)| response.is_some());
         run.outcome.prompt_tokens = answered.map(|(request, _)| request.tokens.len()).sum();
         let outcome = run.outcome;
@@ -207,7 +207,7 @@ fn specs(requests: &[Request]) -> Vec<Spec> {
         .iter()
         .map(|request| {
             let next = groups.len();
-            let alone = request.begun.as_ref().map(|begun| begun.sample);
+            let alone = request.partial.as_ref().map(|partial| partial.sample);
             let group = *groups.entry((request.prompt, &request.tokens, alone)).or_insert(next);
             let (known, longest) = (request.known_tokens(), request.tokens.len() + request.new_tokens_max);
             Spec { group, prompt_tokens: known, new_tokens_max: longest - known }

@@ -97,7 +97,7 @@ impl Run<'_> {
             };
             let is_last = next.is_none();
             if let Some(step) = std::mem::replace(&mut in_flight, next) {
-                self.take(bytemuck::cast_slice(&step.take()), &mut batch, hooks)?;
+                self.accept_draws(bytemuck::cast_slice(&step.wait_values()), &mut batch, hooks)?;
                 self.report(hooks);
             }
             if is_last {
@@ -167,7 +167,7 @@ impl Run<'_> {
     /// Makes a decoder, unless there is one whose graphs fit this model.
     fn make_room(&mut self, needed: Capacity) {
         let model = self.model.transformer;
-        let places = (model.arch.clone(), model.places(self.model.weights));
+        let places = (model.arch.clone(), model.addresses(self.model.weights));
         let kept = self.decoder.as_mut().expect("graphs are wanted");
         let serves = kept.as_ref().is_some_and(|kept| kept.model == places && kept.tables.room().holds(&needed));
         // Addresses differ between ranks. If they have changed on one rank, all capture their graphs again.
@@ -282,7 +282,7 @@ impl Run<'_> {
         if tensor.size() > 1 && ahead == 0 {
             tables.rehearse(&mut step);
         }
-        let (made, calls) = Calls::of(|| decoder.graphs.capture(shape, || step(tables)));
+        let (made, calls) = Calls::capture(|| decoder.graphs.capture(shape, || step(tables)));
         decoder.calls.push((shape, calls));
         let why = made.err().map(|why| format!("{why} (rank {} of the tensor axis)", tensor.rank()));
         *self.refused = tensor.first_words(why.as_deref().unwrap_or_default());
@@ -303,7 +303,7 @@ impl Run<'_> {
     }
 
     /// Records the sampled tokens of a step. The next step may be in flight.
-    fn take(&mut self, drawn: &[Draw], batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
+    fn accept_draws(&mut self, drawn: &[Draw], batch: &mut DecodeBatch, hooks: &mut Hooks) -> Result<()> {
         for (i, row) in batch.rows.iter_mut().enumerate() {
             if row.state != State::GoesOn {
                 continue;

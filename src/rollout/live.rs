@@ -45,13 +45,13 @@ impl Live {
         if !request.stop.strings.is_empty() {
             self.watch = Some(Watch::new(&request.stop.strings));
         }
-        let Some(begun) = &request.begun else { return Ok(()) };
-        self.tokens.extend_from_slice(&begun.tokens);
-        self.logprobs.extend_from_slice(&begun.logprobs);
-        self.sample_logprobs.extend_from_slice(&begun.sample_logprobs);
-        self.sampling_masks.clone_from(&begun.sampling_masks);
+        let Some(partial) = &request.partial else { return Ok(()) };
+        self.tokens.extend_from_slice(&partial.tokens);
+        self.logprobs.extend_from_slice(&partial.logprobs);
+        self.sample_logprobs.extend_from_slice(&partial.sample_logprobs);
+        self.sampling_masks.clone_from(&partial.sampling_masks);
         if let (Some(watch), Some(tokenizer)) = (&mut self.watch, tokenizer) {
-            for &token in &begun.tokens {
+            for &token in &partial.tokens {
                 watch.push(tokenizer, token, &request.stop.strings)?;
             }
         }
@@ -160,7 +160,7 @@ impl Live {
             sample_logprobs: live.sample_logprobs,
             sampling_masks: live.sampling_masks,
             finish,
-            weights: request.begun.as_ref().map_or_else(Vec::new, |begun| begun.weights.clone()),
+            weights: request.partial.as_ref().map_or_else(Vec::new, |partial| partial.weights.clone()),
             text,
             episode: live.episode,
             score: None,

@@ -95,7 +95,7 @@ pub struct Request {
     /// The step that keys the random numbers, instead of the call's step.
     pub step: Option<u32>,
     /// The result of an earlier call, which reached its token limit. This call continues it.
-    pub begun: Option<Arc<Response>>,
+    pub partial: Option<Arc<Response>>,
 }
 
 impl Request {
@@ -113,7 +113,7 @@ impl Request {
 
     /// The number of tokens that are known when it begins.
     fn known_tokens(&self) -> usize {
-        self.tokens.len() + self.begun.as_ref().map_or(0, |begun| begun.tokens.len())
+        self.tokens.len() + self.partial.as_ref().map_or(0, |partial| partial.tokens.len())
     }
 
     /// Whether its logits are changed before sampling.
@@ -183,7 +183,7 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
                 keeps_mask: config.keep_sampling_mask,
                 rng: None,
                 step: None,
-                begun: None,
+                partial: None,
             });
         }
     }

@@ -67,7 +67,7 @@ impl Prefixes {
     }
 
     /// Gives sequence `s` the available pages after its own. Returns false if another sequence is reading the next one.
-    pub(super) fn take(&mut self, s: usize, sequence: &mut Sequence, pool: &mut BlockPool) -> bool {
+    pub(super) fn take_pages(&mut self, s: usize, sequence: &mut Sequence, pool: &mut BlockPool) -> bool {
         let pages = self.chain(sequence.spec.group);
         while sequence.past == PAGE * sequence.blocks.len()
             && let Some(&page) = pages.get(sequence.blocks.len())

@@ -3,7 +3,7 @@
 
 use super::Request;
 use super::live::Live;
-use super::scheduler::{Feed, Limits, Scheduler};
+use super::scheduler::{Chunk, Limits, Scheduler};
 use super::turns::Turns;
 use crate::comm::{Calls, records};
 use crate::device::cuda::decode::DecodeState;
@@ -31,7 +31,7 @@ pub struct Model<'a> {
 }
 
 /// A sequence's share of a forward: tokens after the `past` cached ones.
-pub(super) struct Fed<'a> {
+pub(super) struct ForwardInput<'a> {
     pub tokens: &'a [u32],
     pub past: usize,
     pub blocks: &'a [u32],
@@ -41,7 +41,7 @@ pub(super) struct Fed<'a> {
 
 impl Model<'_> {
     /// This rank's logits after each complete share, in order.
-    pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[Fed], outcome: &mut Outcome) -> Option<Tensor> {
+    pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[ForwardInput], outcome: &mut Outcome) -> Option<Tensor> {
         let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         let mut sequences = Vec::with_capacity(feeds.len());
         for feed in feeds {
@@ -172,7 +172,7 @@ pub struct Outcome {
     /// Tokens of the prompts of all responses, and the number of them that were reused from another sequence instead of
     /// read.
     pub prompt_tokens: usize,
-    pub found_tokens: usize,
+    pub prefix_hit_tokens: usize,
 }
 
 impl Outcome {
@@ -362,17 +362,17 @@ impl Run<'_> {
     }
 
     /// This rank's logits after each complete feed, in order.
-    fn logits(&mut self, feeds: &[Feed]) -> Result<Option<Tensor>> {
+    fn logits(&mut self, feeds: &[Chunk]) -> Result<Option<Tensor>> {
         for feed in feeds {
             self.live[feed.sequence].begin(&self.requests[feed.sequence], self.model.tokenizer)?;
         }
-        let fed = |feed: &Feed| Fed {
+        let fed = |feed: &Chunk| ForwardInput {
             tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
             past: feed.past,
             blocks: self.scheduler.blocks(feed.sequence),
             complete: feed.complete,
         };
-        let fed: Vec<Fed> = feeds.iter().map(fed).collect();
+        let fed: Vec<ForwardInput> = feeds.iter().map(fed).collect();
         Ok(self.model.logits(self.cache, &fed, &mut self.outcome))
     }
 

@@ -15,7 +15,7 @@
 
 use super::blocks::{BlockPool, pages_of};
 pub use super::prefixes::Prefixes;
-pub use super::sequence::{Feed, Limits, Spec, cached_tokens_max, pages_wanted};
+pub use super::sequence::{Chunk, Limits, Spec, cached_tokens_max, pages_wanted};
 use super::sequence::{Group, Prefix, Sequence, State};
 use crate::error::{Error, Result};
 use crate::ops::attention::PAGE;
@@ -31,18 +31,18 @@ pub struct Scheduler {
     waiting: VecDeque<usize>,
     /// The running sequences in order of admission, oldest first.
     running: Vec<usize>,
-    feeds: Vec<Feed>,
+    feeds: Vec<Chunk>,
     forks: Vec<usize>,
     finished: usize,
     finished_new_tokens: usize,
     preemptions: usize,
     /// The number of sequences that wait for an answer without a slot.
-    outside: usize,
+    awaiting_env: usize,
     /// Whether more sequences may be added (`add`) than the waiting ones.
     is_open: bool,
     prefixes: Prefixes,
     /// Prompt tokens of new sequences that other sequences have read.
-    found_tokens: usize,
+    prefix_hit_tokens: usize,
 }
 
 impl Scheduler {
@@ -79,10 +79,10 @@ impl Scheduler {
             finished: 0,
             finished_new_tokens: 0,
             preemptions: 0,
-            outside: 0,
+            awaiting_env: 0,
             is_open: false,
             prefixes: Prefixes::default(),
-            found_tokens: 0,
+            prefix_hit_tokens: 0,
         })
     }
 
@@ -92,8 +92,8 @@ impl Scheduler {
     }
 
     /// Prompt tokens of all sequences so far that were reused instead of read.
-    pub fn found_tokens(&self) -> usize {
-        self.found_tokens
+    pub fn prefix_hit_tokens(&self) -> usize {
+        self.prefix_hit_tokens
     }
 
     /// Holds all sequences back until they are added.
@@ -125,7 +125,7 @@ impl Scheduler {
 
     /// Whether every sequence that may begin has finished.
     pub fn is_done(&self) -> bool {
-        self.waiting.is_empty() && self.running.is_empty() && self.outside == 0 && !self.is_open
+        self.waiting.is_empty() && self.running.is_empty() && self.awaiting_env == 0 && !self.is_open
     }
 
     /// Whether nothing can be done before an answer arrives.
@@ -167,7 +167,7 @@ impl Scheduler {
         for i in 0..self.running.len() {
             let s = self.running[i];
             if self.sequences[s].state == State::Follower {
-                self.enter(s);
+                self.start_sequence(s);
             }
         }
         if self.running.len() >= self.limits.batch_max || self.waiting.is_empty() {
@@ -184,13 +184,13 @@ impl Scheduler {
             self.running.push(s);
             let spec = self.sequences[s].spec;
             self.sequences[s].blocks.reserve(spec.pages_max());
-            self.enter(s);
+            self.start_sequence(s);
         }
         &self.forks
     }
 
     /// Decides how an admitted sequence starts: it reads its tokens, waits for its group's leader, or forks.
-    fn enter(&mut self, s: usize) {
+    fn start_sequence(&mut self, s: usize) {
         let sequence = &mut self.sequences[s];
         let group = &mut self.groups[sequence.spec.group];
         sequence.state = State::Running;
@@ -213,7 +213,7 @@ impl Scheduler {
     }
 
     /// The feeds of the next forward, with their pages allocated, oldest sequences first.
-    pub fn plan(&mut self) -> &[Feed] {
+    pub fn plan(&mut self) -> &[Chunk] {
         self.feeds.clear();
         let mut budget = self.limits.prefill_tokens_max.max(1);
         let mut i = 0;
@@ -233,7 +233,7 @@ impl Scheduler {
                 budget -= tokens;
             }
             self.prefixes.begin(s, &self.sequences[s], past + tokens);
-            self.feeds.push(Feed { sequence: s, past, tokens, complete: tokens == left });
+            self.feeds.push(Chunk { sequence: s, past, tokens, complete: tokens == left });
         }
         &self.feeds
     }
@@ -242,9 +242,9 @@ impl Scheduler {
     fn take_prefix(&mut self, s: usize) -> bool {
         let sequence = &mut self.sequences[s];
         let before = sequence.past;
-        let goes_on = self.prefixes.take(s, sequence, &mut self.pool);
+        let goes_on = self.prefixes.take_pages(s, sequence, &mut self.pool);
         if sequence.length == sequence.spec.prompt_tokens {
-            self.found_tokens += sequence.past - before;
+            self.prefix_hit_tokens += sequence.past - before;
         }
         goes_on
     }
@@ -289,7 +289,7 @@ impl Scheduler {
 
     /// Records that the tokens of `feed` are cached. Returns whether the logits after the last token must be kept for
     /// the other samples of the group.
-    pub fn fed(&mut self, feed: Feed) -> bool {
+    pub fn fed(&mut self, feed: Chunk) -> bool {
         let sequence = &mut self.sequences[feed.sequence];
         sequence.past = feed.past + feed.tokens;
         self.prefixes.end(feed.sequence, sequence, feed.complete, &mut self.pool);
@@ -317,7 +317,7 @@ impl Scheduler {
 
     /// Whether any sequence waits for an answer.
     pub fn has_open_turns(&self) -> bool {
-        self.outside > 0 || self.running.iter().any(|&s| self.sequences[s].waits)
+        self.awaiting_env > 0 || self.running.iter().any(|&s| self.sequences[s].waits)
     }
 
     /// Pauses the sequence until `answer`.
@@ -336,7 +336,7 @@ impl Scheduler {
 
     fn ends_waiting(&mut self, s: usize) {
         if std::mem::take(&mut self.sequences[s].waits) && !self.running.contains(&s) {
-            self.outside -= 1;
+            self.awaiting_env -= 1;
         }
     }
 
@@ -377,7 +377,7 @@ impl Scheduler {
             self.pool.retain(page);
             self.sequences[s].blocks.push(page);
         }
-        self.found_tokens += prompt_tokens;
+        self.prefix_hit_tokens += prompt_tokens;
         let Some(from) = partial else {
             self.sequences[s].past = prompt_tokens;
             return None;
@@ -432,7 +432,7 @@ impl Scheduler {
         self.prefixes.cancel(s);
         self.running.retain(|&r| r != s);
         if self.sequences[s].waits {
-            self.outside += 1;
+            self.awaiting_env += 1;
         } else {
             self.waiting.push_front(s);
         }

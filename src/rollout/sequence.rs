@@ -28,7 +28,7 @@ impl Limits {
 
 /// A sequence's share of a forward: `tokens` tokens after the `past` cached ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Feed {
+pub struct Chunk {
     pub sequence: usize,
     pub past: usize,
     pub tokens: usize,

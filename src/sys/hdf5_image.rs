@@ -26,7 +26,7 @@ pub fn verify(path: &Path) -> error::Result<()> {
 }
 
 /// The bytes of the HDF5 file that `fill` makes for `path`, with their checksum.
-pub fn of(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
+pub fn build_image(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
     // HDF5 identifies open files by name, and would read an existing file: this name lies within a file.
     let name = path.join("in memory");
     let file =

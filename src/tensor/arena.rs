@@ -118,16 +118,16 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    fn over(pages: Pages, len: usize, evicted: Option<AtomicBool>) -> Self {
+    fn from_pages(pages: Pages, len: usize, evicted: Option<AtomicBool>) -> Self {
         Self { start: pages.start().cast(), pages: Some(pages), len, evicted, owner: owner() }
     }
 
     /// A buffer with unspecified contents (those of its last user). In debug builds it is filled with NaN.
     pub fn scratch(len: usize) -> Self {
         let bytes = size_class(len * size_of::<f32>());
-        let pages = must(with_arena(|a| a.take(bytes, len * size_of::<f32>())));
-        let mut buffer = Self::over(pages, len, None);
-        null::take(buffer.owner, bytes);
+        let pages = must(with_arena(|a| a.take_pages(bytes, len * size_of::<f32>())));
+        let mut buffer = Self::from_pages(pages, len, None);
+        null::count_tensor(buffer.owner, bytes);
         if cfg!(debug_assertions) && !null::is_active() {
             buffer.fill(f32::NAN);
         }
@@ -158,7 +158,7 @@ impl Buffer {
             a.usage.evicted
         });
         null::hold_on_host(in_files);
-        let mut other = Self::over(pages, self.len, Some(AtomicBool::new(true)));
+        let mut other = Self::from_pages(pages, self.len, Some(AtomicBool::new(true)));
         other.owner = self.owner;
         for at in (0..self.len).step_by(MOVED_AT_ONCE) {
             let part = at..self.len.min(at + MOVED_AT_ONCE);
@@ -179,7 +179,7 @@ impl Buffer {
         self.pages().evict();
         if !evicted.swap(true, Ordering::SeqCst) {
             with_arena(|a| a.evict(self.pages().bytes()));
-            null::give(self.owner, self.pages().bytes());
+            null::uncount_tensor(self.owner, self.pages().bytes());
         }
         count_moving(start);
     }
@@ -199,7 +199,7 @@ impl Buffer {
         let start = Instant::now();
         if evicted.swap(false, Ordering::SeqCst) {
             must(with_arena(|a| a.bring(self.pages().bytes())));
-            null::take(self.owner, self.pages().bytes());
+            null::count_tensor(self.owner, self.pages().bytes());
         }
         self.pages().prefetch(written);
         count_moving(start);
@@ -215,7 +215,7 @@ impl Drop for Buffer {
         let Some(pages) = self.pages.take() else { return };
         let evicted = self.evicted.as_mut().map(|evicted| *evicted.get_mut());
         if evicted != Some(true) {
-            null::give(self.owner, pages.bytes());
+            null::uncount_tensor(self.owner, pages.bytes());
         }
         with_arena(|a| match evicted {
             None => a.give(pages),

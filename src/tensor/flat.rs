@@ -118,7 +118,7 @@ impl Flat {
         match self {
             Self::F32(values) | Self::Bf16(values, _) => Later::Cpu(values),
             Self::Cuda(memory, _) if memory.bytes() == 0 => Later::Cpu(Buffer::scratch(0)),
-            Self::Cuda(memory, dtype) => Later::Cuda(Late::of(memory.view(dtype))),
+            Self::Cuda(memory, dtype) => Later::Cuda(Late::start(memory.view(dtype))),
         }
     }
 
@@ -149,10 +149,10 @@ pub enum Later {
 
 impl Later {
     /// Waits for the values.
-    pub fn take(self) -> Vec<f32> {
+    pub fn into_values(self) -> Vec<f32> {
         match self {
             Self::Cpu(values) => values.to_vec(),
-            Self::Cuda(values) => values.take(),
+            Self::Cuda(values) => values.wait_values(),
         }
     }
 }

@@ -58,7 +58,7 @@ impl FreeList {
     }
 
     /// Takes a run of `bytes`, of which `written` will be written.
-    pub fn take(&mut self, bytes: usize, written: usize) -> Result<Pages> {
+    pub fn take_pages(&mut self, bytes: usize, written: usize) -> Result<Pages> {
         let mut pages = self.run_of(bytes)?;
         // Large runs are backed by huge pages.
         let unit = if bytes < HUGE { page_size() } else { HUGE };
@@ -173,8 +173,8 @@ mod tests {
         list
     }
 
-    fn take(list: &mut FreeList, bytes: usize) -> Pages {
-        list.take(bytes, bytes).expect("within the limit")
+    fn take_bytes(list: &mut FreeList, bytes: usize) -> Pages {
+        list.take_pages(bytes, bytes).expect("within the limit")
     }
 
     fn give_all(list: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
@@ -198,7 +198,7 @@ mod tests {
         let mut list = list(usize::MAX);
         let mut live = VecDeque::new();
         for i in 0..2000 {
-            let pages = take(&mut list, size_class(1 + i * 7919 % 61 * MIB / 3));
+            let pages = take_bytes(&mut list, size_class(1 + i * 7919 % 61 * MIB / 3));
             live.push_back(pages);
             while live.len() > 1 + i / 100 % 7 {
                 let first = live.pop_front().expect("it is longer");
@@ -219,7 +219,7 @@ mod tests {
         for turn in 0..8 {
             let bytes = if turn % 2 == 0 { 64 * MIB } else { 56 * MIB };
             let before = list.usage.held;
-            let all: Vec<Pages> = (0..10).map(|_| take(&mut list, bytes)).collect();
+            let all: Vec<Pages> = (0..10).map(|_| take_bytes(&mut list, bytes)).collect();
             fresh.push(list.usage.held - before.min(list.usage.held));
             give_all(&mut list, all);
         }
@@ -229,19 +229,19 @@ mod tests {
     #[test]
     fn kept_memory_is_given_back_before_the_limit_is_passed_and_in_use_never_passes_it() {
         let mut list = list(10 * MIB);
-        let pages = [take(&mut list, 4 * MIB), take(&mut list, 4 * MIB)];
+        let pages = [take_bytes(&mut list, 4 * MIB), take_bytes(&mut list, 4 * MIB)];
         give_all(&mut list, pages);
-        let large = take(&mut list, 6 * MIB);
+        let large = take_bytes(&mut list, 6 * MIB);
         assert_eq!((list.usage.in_use, list.usage.held), (6 * MIB, 10 * MIB));
-        let error = list.take(5 * MIB, 0).expect_err("11 MiB are too many");
+        let error = list.take_pages(5 * MIB, 0).expect_err("11 MiB are too many");
         assert_eq!(error.exit_code(), 2);
         let words =
             "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB per rank";
         assert_eq!(error.message, words);
         assert_eq!(list.usage.in_use, 6 * MIB, "a rejected request counts nothing");
         list.give(large);
-        let lent = take(&mut list, 5 * MIB);
-        let rest = take(&mut list, 5 * MIB);
+        let lent = take_bytes(&mut list, 5 * MIB);
+        let rest = take_bytes(&mut list, 5 * MIB);
         assert_eq!((list.usage.in_use, list.usage.held), (10 * MIB, 10 * MIB), "rests of lending runs are returned");
         drop((lent, rest));
     }
@@ -251,9 +251,9 @@ mod tests {
         let mut list = list(10 * MIB);
         list.usage.evicted = 6 * MIB;
         list.bring(6 * MIB).expect("they fit");
-        assert!(list.take(6 * MIB, 0).is_err());
+        assert!(list.take_pages(6 * MIB, 0).is_err());
         list.evict(6 * MIB);
-        let pages = take(&mut list, 6 * MIB);
+        let pages = take_bytes(&mut list, 6 * MIB);
         assert!(list.bring(6 * MIB).is_err());
         list.give(pages);
         list.bring(6 * MIB).expect("they fit again");

@@ -24,19 +24,19 @@ enum Place<'a> {
 }
 
 impl<'a> Indices<'a> {
-    fn over(host: &'a [u32], len: usize, place: Place<'a>) -> Self {
+    fn at_place(host: &'a [u32], len: usize, place: Place<'a>) -> Self {
         Self { host, len, largest: OnceLock::new(), place }
     }
 
     pub fn on(device: Device, host: &'a [u32]) -> Self {
-        let place = if device == Device::Cuda { Place::Own(Memory::of(host)) } else { Place::Host };
-        Self::over(host, host.len(), place)
+        let place = if device == Device::Cuda { Place::Own(Memory::from_values(host)) } else { Place::Host };
+        Self::at_place(host, host.len(), place)
     }
 
     /// The first `len` indices in `memory`, which only the GPU knows. As a slice they are empty.
     pub fn on_gpu(memory: &'a Memory, len: usize) -> Self {
         assert!(4 * len <= memory.bytes(), "{len} indices do not fit {} bytes", memory.bytes());
-        Self::over(&[], len, Place::Lent(memory))
+        Self::at_place(&[], len, Place::Lent(memory))
     }
 
     pub fn len(&self) -> usize {
@@ -68,6 +68,6 @@ impl Deref for Indices<'_> {
 impl<'a> From<&'a [u32]> for Indices<'a> {
     /// Makes indices for the CPU.
     fn from(host: &'a [u32]) -> Self {
-        Self::over(host, host.len(), Place::Host)
+        Self::at_place(host, host.len(), Place::Host)
     }
 }

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 /// The most bytes that `part` (a normalizer, pre-tokenizer, post-processor or decoder) makes of one byte. An upper
 /// bound, so it is large for parts that follow each other and cannot in fact grow together.
-pub(super) fn of(part: Option<&impl Serialize>) -> f64 {
+pub(super) fn growth_of(part: Option<&impl Serialize>) -> f64 {
     part.map_or(1.0, |part| serde_json::to_value(part).map_or(f64::INFINITY, |part| of_value(&part)))
 }
 
@@ -47,10 +47,10 @@ mod tests {
     fn parts_that_follow_each_other_multiply() {
         let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
         let twice = json!({"type": "Sequence", "normalizers": [replace("a", "aa"), replace("a", "aa")]});
-        assert_eq!(of(Some(&twice)), 4.0);
-        assert_eq!(of(Some(&replace("aa", "a"))), 1.0);
-        assert_eq!(of(Some(&json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "yyy"}))), 4.0);
-        assert_eq!(of(None::<&Value>), 1.0);
-        assert!(of(Some(&json!({"type": "Prepend", "prepend": "x".repeat(100)}))) > 100.0);
+        assert_eq!(growth_of(Some(&twice)), 4.0);
+        assert_eq!(growth_of(Some(&replace("aa", "a"))), 1.0);
+        assert_eq!(growth_of(Some(&json!({"type": "Replace", "pattern": {"Regex": "x*"}, "content": "yyy"}))), 4.0);
+        assert_eq!(growth_of(None::<&Value>), 1.0);
+        assert!(growth_of(Some(&json!({"type": "Prepend", "prepend": "x".repeat(100)}))) > 100.0);
     }
 }

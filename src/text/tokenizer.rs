@@ -83,10 +83,10 @@ impl Tokenizer {
         let sha256 = hashed(&[&bytes, changes.as_bytes()]);
         let recipe = format!("{eos_ids:?} {} {:?}", json!(small.settings), template_files(dir)?);
         let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes()]);
-        let growth = growth::of(inner.get_normalizer())
-            * growth::of(inner.get_pre_tokenizer())
-            * growth::of(inner.get_post_processor());
-        let token_bytes = growth::of(inner.get_decoder()) * longest;
+        let growth = growth::growth_of(inner.get_normalizer())
+            * growth::growth_of(inner.get_pre_tokenizer())
+            * growth::growth_of(inner.get_post_processor());
+        let token_bytes = growth::growth_of(inner.get_decoder()) * longest;
         let inner = Arc::new(inner);
         let tokenizer = Self { inner, growth, token_bytes, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
         tokenizer.warn_of_ends(&small.settings);

@@ -8,10 +8,10 @@
 //! Which weights sample a token depends only on its position, not on time. So the same job gives the same samples on
 //! any number of ranks and after any interruption.
 
-use super::experience_maker::{Ahead, draw_ahead};
+use super::experience_maker::{StagedBatch, draw_ahead};
 use super::job::{Ended, Step};
 use super::ppo::{Ppo, Work};
-use super::shares::Piece;
+use super::shares::StepSlice;
 use crate::comm::records;
 use crate::error::Result;
 use crate::launch::run::Run;
@@ -50,13 +50,17 @@ impl Ppo {
             _ => (Vec::new(), None),
         };
         let error = run.ranks.all.agree(error.map_or(Ok(()), Err)).err();
-        Err(Ended::Unfinished { work: records::encode(&Work::Ahead(self.ahead.clone(), Some(rest))), took_rows, error })
+        Err(Ended::Unfinished {
+            work: records::encode(&Work::Staged(self.ahead.clone(), Some(rest))),
+            took_rows,
+            error,
+        })
     }
 
     /// Samples and scores a step whose samples are missing after a start or a failed reward. All ranks wait for it.
     fn fill(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<(), Ended> {
         if let Some(Work::Rollout(responses)) = self.work.take() {
-            self.ahead.push_front(Ahead::of(responses));
+            self.ahead.push_front(StagedBatch::from_responses(responses));
         }
         self.send_weights(run, step.number - 1, &mut step.phases);
         let first = self.ahead.front();
@@ -67,22 +71,22 @@ impl Ppo {
         match self.ahead.front_mut().and_then(|first| first.error.take()) {
             None => Ok(()),
             Some(error) => {
-                let work = records::encode(&Work::Ahead(self.ahead.clone(), None));
+                let work = records::encode(&Work::Staged(self.ahead.clone(), None));
                 Err(Ended::Unfinished { work, took_rows: false, error: Some(error) })
             }
         }
     }
 
     /// The phase after step `before`, on rollout ranks: returns the samples of the following steps so far.
-    fn draw(&mut self, run: &Run, step: &mut Step, before: u64) -> Result<Vec<Ahead>> {
+    fn draw(&mut self, run: &Run, step: &mut Step, before: u64) -> Result<Vec<StagedBatch>> {
         let (ahead, rows) = (run.config.mesh.async_updates_max as u64, run.config.rollout.prompts_per_step);
         let each = run.config.rollout.response_tokens_max.div_ceil(ahead as usize);
-        let of = |i: u64| Piece {
+        let of = |i: u64| StepSlice {
             step: (before + 1 + i) as u32,
             prompts: i as usize * rows..(i as usize + 1) * rows,
             tokens_max: if i == 0 { usize::MAX } else { (ahead - i) as usize * each },
         };
-        let pieces: Vec<Piece> = (0..ahead.min(run.config.job.steps - before)).map(of).collect();
+        let pieces: Vec<StepSlice> = (0..ahead.min(run.config.job.steps - before)).map(of).collect();
         if pieces.is_empty() {
             return Ok(Vec::new());
         }
@@ -91,14 +95,14 @@ impl Ppo {
         let prompts = source.next(pieces.len() * rows)?;
         source.restore(&cursor, &ledger)?;
         // `share` brings them back.
-        let begun = std::mem::take(&mut self.ahead);
+        let partial = std::mem::take(&mut self.ahead);
         let (mut models, collector) = self.models_of_rank();
         let asked = (&pieces[..], &prompts[..]);
-        draw_ahead(run, &mut models, collector, step.number - 1, asked, begun, &mut step.phases)
+        draw_ahead(run, &mut models, collector, step.number - 1, asked, partial, &mut step.phases)
     }
 
     /// Copies the samples of the rollout ranks (`drawn`) to all ranks. All ranks call this.
-    fn share(&mut self, run: &Run, drawn: Result<Vec<Ahead>>) -> Result<()> {
+    fn share(&mut self, run: &Run, drawn: Result<Vec<StagedBatch>>) -> Result<()> {
         let all = &run.ranks.all;
         let mut drawn = all.agree(drawn)?;
         let error = drawn.first_mut().and_then(|first| first.error.take());

@@ -16,7 +16,7 @@ use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::loss::distill::sampled_reverse_kl;
 use crate::metrics::keys;
-use crate::model::{Head, Lesson};
+use crate::model::{DistillTargets, Head};
 use crate::ops::linear_divergence::Divergences;
 use crate::tensor::Tensor;
 use crate::tensor::arena::Buffer;
@@ -35,7 +35,7 @@ pub struct Distill(Vec<(Role, f32)>);
 
 impl Method for Distill {
     type Row = SftRow;
-    type Known = ();
+    type Precomputed = ();
 
     /// The student, then its teachers.
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -104,7 +104,7 @@ impl Distill {
         });
         learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
         let report = learner.report;
-        sums.add(&Sums::of([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
+        sums.add(&Sums::from_list([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
         Ok(sums)
     }
 
@@ -120,10 +120,10 @@ impl Distill {
         let sums = self.present(run, |teachers| {
             supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
                 let row = pack(chosen).shard(&run.ranks.axes.sequence);
-                let lesson = lesson(config, teachers, &row);
+                let distill_targets = distill_targets(config, teachers, &row);
                 let (model, w) = (&student.transformer, &student.weights);
                 let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-                let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &lesson);
+                let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &distill_targets);
                 vec![measured(config, &logprobs, &found, 1.0)]
             })
         })?;
@@ -139,25 +139,25 @@ fn hidden(role: &Role, row: &PackedRow) -> Tensor {
 }
 
 /// The distributions of the teachers for the tokens that a packed row predicts.
-fn lesson<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedRow) -> Lesson<'a> {
-    let known = |(role, weight): &'a (Role, f32)| {
+fn distill_targets<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedRow) -> DistillTargets<'a> {
+    let precomputed = |(role, weight): &'a (Role, f32)| {
         role.transformer.teacher(&role.weights, &hidden(role, row), &row.rows, *weight)
     };
-    let teachers = teachers.iter().map(known).collect();
-    Lesson { teachers, divergence: config.divergence, temperature: config.temperature }
+    let teachers = teachers.iter().map(precomputed).collect();
+    DistillTargets { teachers, divergence: config.divergence, temperature: config.temperature }
 }
 
 /// Sums over the tokens of a packed row, each with `weight` in the loss.
 fn measured(config: &DistillConfig, logprobs: &[f32], found: &Divergences, weight: f64) -> Sums {
     let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
     let ([by_ce, by_kl], ce) = (config.coefs(), -sum(logprobs));
-    let mut sums = Sums::of([
+    let mut sums = Sums::from_list([
         (keys::LOSS, weight * (by_ce * ce + by_kl * sum(&found.losses))),
         (keys::KL_MEAN, sum(&found.values)),
         (TOKENS, logprobs.len() as f64),
     ]);
     if !config.on_policy {
-        sums.add(&Sums::of([(keys::CE_MEAN, ce)]));
+        sums.add(&Sums::from_list([(keys::CE_MEAN, ce)]));
     }
     sums
 }
@@ -173,10 +173,11 @@ fn microbatch(
     if !config.full_vocabulary {
         return sampled_microbatch(config, learner, teachers, row, weight);
     }
-    let (lesson, weights) = (lesson(config, teachers, row), config.coefs().map(|coef| coef as f32 * weight));
+    let (distill_targets, weights) =
+        (distill_targets(config, teachers, row), config.coefs().map(|coef| coef as f32 * weight));
     let (found, logprobs) = learner.backward(row, move |model, w, hidden, grads| {
         let (dhidden, found, logprobs) =
-            model.divergences_backward(w, hidden, &row.rows, &row.targets, &lesson, weights, grads);
+            model.divergences_backward(w, hidden, &row.rows, &row.targets, &distill_targets, weights, grads);
         (dhidden, (found, logprobs))
     });
     measured(config, &logprobs, &found, weight.into())
@@ -205,5 +206,5 @@ fn sampled_microbatch(
         let (rows, temperature) = (&row.rows, config.temperature);
         (model.logprobs_backward(w, hidden, rows, &row.targets, temperature, &mut loss, grads).0, ())
     });
-    Sums::of([(keys::LOSS, f64::from(weight) * kl), (keys::KL_MEAN, kl), (TOKENS, row.rows.len() as f64)])
+    Sums::from_list([(keys::LOSS, f64::from(weight) * kl), (keys::KL_MEAN, kl), (TOKENS, row.rows.len() as f64)])
 }

@@ -68,7 +68,7 @@ impl Rounds {
     }
 
     /// Adds the groups of a round that are learned from. The samples of a prompt are consecutive.
-    pub fn take(&mut self, dynamic: &DynamicSampling, samples: Vec<Experience>, measured: Metrics) {
+    pub fn add_round(&mut self, dynamic: &DynamicSampling, samples: Vec<Experience>, measured: Metrics) {
         self.measured.push((samples.len(), measured));
         self.response_tokens += samples.iter().map(|sample| sample.response.tokens.len()).sum::<usize>();
         self.score_sum += samples.iter().map(|sample| f64::from(sample.score)).sum::<f64>();
@@ -186,7 +186,7 @@ mod tests {
         for sizes in [vec![1; 12], vec![4, 8], vec![4, 10, 6], vec![30]] {
             let (mut rounds, mut asked) = (Rounds::default(), 0);
             for size in sizes.iter().filter(|size| **size > 0) {
-                rounds.take(&dynamic, round(asked..asked + size), vec![(keys::SAMPLES_DROPPED.to_string(), 0.0)]);
+                rounds.add_round(&dynamic, round(asked..asked + size), vec![(keys::SAMPLES_DROPPED.to_string(), 0.0)]);
                 asked += size;
             }
             let kept = rounds.groups;
@@ -206,7 +206,7 @@ mod tests {
         let dynamic = DynamicSampling { prompts_max_factor: 8, ..DynamicSampling::default() };
         let needed = |answered: u64, kept: u64, prompts: usize| {
             let mut rounds = Rounds::new(History { answered, kept });
-            rounds.take(&dynamic, round(0..prompts), Metrics::new());
+            rounds.add_round(&dynamic, round(0..prompts), Metrics::new());
             rounds.prompts_needed(WANTED)
         };
         assert_eq!(needed(0, 0, 0), WANTED, "nothing is known");

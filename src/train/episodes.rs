@@ -26,7 +26,7 @@ pub struct Episodes<'a> {
     waited: &'a Cell<f64>,
     turns: HashMap<usize, Vec<Turn>>,
     /// The request of each turn, by the position of the turn.
-    asked: HashMap<usize, usize>,
+    pending_keys: HashMap<usize, usize>,
 }
 
 impl<'a> Episodes<'a> {
@@ -49,7 +49,7 @@ impl<'a> Episodes<'a> {
             failed,
             waited,
             turns: HashMap::new(),
-            asked: HashMap::new(),
+            pending_keys: HashMap::new(),
         }
     }
 }
@@ -64,7 +64,7 @@ impl Turns for Episodes<'_> {
         let (turns_max, turns) = (self.environment.turns_max, turns.clone());
         let (round, prompt) = (self.round, self.prompts[prompt].clone());
         let asked = environment::Turns { round, episode: s, prompt, sample, turns, turns_max };
-        self.asked.insert(self.environment.push(asked), s);
+        self.pending_keys.insert(self.environment.push(asked), s);
         Ok(())
     }
 
@@ -84,7 +84,7 @@ impl Turns for Episodes<'_> {
         };
         let mut answers = Vec::with_capacity(arrived.len());
         for (place, reply) in arrived {
-            let s = self.asked.remove(&place).expect("a turn that was asked");
+            let s = self.pending_keys.remove(&place).expect("a pending turn");
             answers.push((s, self.answer(s, reply)));
         }
         // Independent of the order of arrival.
@@ -95,10 +95,10 @@ impl Turns for Episodes<'_> {
 
 impl Episodes<'_> {
     fn answer(&mut self, s: usize, reply: Reply) -> Answer {
-        let turns = self.turns.get_mut(&s).expect("a turn that was asked");
+        let turns = self.turns.get_mut(&s).expect("a pending turn");
         let is_over = reply.done || turns.len() >= self.environment.turns_max as usize;
         let (reward, extra) = (reply.reward.unwrap_or(0.0), reply.extra());
-        turns.last_mut().expect("a turn that was asked").feedback = Some(match reply.feedback {
+        turns.last_mut().expect("a pending turn").feedback = Some(match reply.feedback {
             Feedback::Text(text) => text,
             // Only the last turn's feedback is not tokenized.
             Feedback::Tokens(_) | Feedback::Messages(_) => String::new(),

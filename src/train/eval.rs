@@ -12,7 +12,7 @@ use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::{PromptSource, Rows};
 use crate::error::Result;
-use crate::launch::banner::Needs;
+use crate::launch::banner::BannerRows;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
@@ -52,12 +52,12 @@ impl Job for Eval {
         StepShape { samples_per_row, minibatch: 1, epochs: 0, trained: 0, scored: 0, ..Ppo::shape(config) }
     }
 
-    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
-        let Needs { mut about, mut notes, .. } = Ppo::needs(run, arch, rows);
+    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> BannerRows {
+        let BannerRows { mut about, mut notes, .. } = Ppo::needs(run, arch, rows);
         notes.retain(|(name, _)| name != "old logprobs");
         let RolloutConfig { samples_per_prompt: n, temperature, .. } = evaluate::sampled(&run.config);
         about.push(("answers".to_string(), format!("greedy, and {n} sampled at temperature {temperature}")));
-        Needs { rollouts: 0, about, notes }
+        BannerRows { rollouts: 0, about, notes }
     }
 
     fn new(

@@ -6,7 +6,7 @@
 use super::rollout::{Collector, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
 use super::scores::Scores;
-use super::shares::{Key, Piece};
+use super::shares::{Key, StepSlice};
 use crate::comm::{Group, Stream, phase, records};
 use crate::config::mesh::RoleName;
 use crate::device::cpu::pool::share;
@@ -70,7 +70,7 @@ pub fn make_experience(
     let mut pending = Vec::new();
     let asked = prompts.len() - first;
     let count = run.config.mesh.rollout_batches(asked);
-    let whole = [Piece::whole(step as u32, prompts.len())];
+    let whole = [StepSlice::whole(step as u32, prompts.len())];
     for part in (0..count).map(|part| share(asked, 1, part, count)) {
         let part = first + part.start..first + part.end;
         phase::set(step, phase::Phase::Rollout);
@@ -109,7 +109,7 @@ pub fn make_experience(
 
 /// The results of ranks that run ahead for the prompts of one step.
 #[derive(Clone, Default, Serialize, Deserialize)]
-pub struct Ahead {
+pub struct StagedBatch {
     pub responses: Vec<Response>,
     load: Load,
     tail_s: f64,
@@ -123,9 +123,9 @@ pub struct Ahead {
     pub error: Option<Error>,
 }
 
-impl Ahead {
+impl StagedBatch {
     /// Responses without scores.
-    pub fn of(responses: Vec<Response>) -> Self {
+    pub fn from_responses(responses: Vec<Response>) -> Self {
         Self { responses, ..Self::default() }
     }
 
@@ -134,7 +134,7 @@ impl Ahead {
     }
 }
 
-/// Continues the responses in `begun` of several steps with the weights of step `weights_step`. `prompts` holds the
+/// Continues the responses in `partial` of several steps with the weights of step `weights_step`. `prompts` holds the
 /// prompts of all `pieces`, in order. Then scores the samples of the first step, which are complete, by the roles of
 /// these ranks. Does not stop before everything is done, because these weights are gone afterwards. All ranks that
 /// sample call this.
@@ -143,13 +143,13 @@ pub fn draw_ahead(
     models: &mut RolloutModels,
     collector: &mut Collector,
     weights_step: u64,
-    (pieces, prompts): (&[Piece], &[Prompt]),
-    begun: VecDeque<Ahead>,
+    (pieces, prompts): (&[StepSlice], &[Prompt]),
+    partial: VecDeque<StagedBatch>,
     phases: &mut Phases,
-) -> Result<Vec<Ahead>> {
+) -> Result<Vec<StagedBatch>> {
     let (sampler, rollout_weights) = models.sampler.expect("this rank samples");
     let (here, step) = (&run.ranks.axes.all, u64::from(pieces[0].step));
-    let known = pieces.iter().zip(begun).flat_map(|(piece, ahead)| {
+    let known = pieces.iter().zip(partial).flat_map(|(piece, ahead)| {
         let moved = move |response: Response| Response { prompt: response.prompt + piece.prompts.start, ..response };
         ahead.responses.into_iter().map(moved)
     });
@@ -187,14 +187,14 @@ pub fn draw_ahead(
     };
     let of = |samples: Vec<Experience>| samples.into_iter().map(|sample| sample.response).collect();
     let (responses, load, tail_s) = (of(batch.samples), batch.load, batch.tail_s);
-    let mut all = vec![Ahead { responses, load, tail_s, rollout_s, drawn, scores, error }];
+    let mut all = vec![StagedBatch { responses, load, tail_s, rollout_s, drawn, scores, error }];
     let mut later: Vec<Response> = of(later);
     for piece in &pieces[1..] {
         let rest = later.split_off(later.partition_point(|response| response.prompt < piece.prompts.end));
         for response in &mut later {
             response.prompt -= piece.prompts.start;
         }
-        all.push(Ahead::of(std::mem::replace(&mut later, rest)));
+        all.push(StagedBatch::from_responses(std::mem::replace(&mut later, rest)));
     }
     Ok(all)
 }
@@ -207,14 +207,14 @@ pub fn score_ahead(
     collector: &mut Collector,
     step: u64,
     prompts: &[Prompt],
-    ahead: Ahead,
+    ahead: StagedBatch,
     phases: &mut Phases,
 ) -> Result<Collected> {
-    let Ahead { responses, load, tail_s, rollout_s, drawn: tokens, scores, .. } = ahead;
+    let StagedBatch { responses, load, tail_s, rollout_s, drawn: tokens, scores, .. } = ahead;
     let (drawn, streamed) = scores.expect("what is learned from was scored");
     let lag = lag(step, &responses);
     let mut batch = Batch { load, tail_s, ..Batch::new() };
-    batch.take(responses, prompts);
+    batch.add_responses(responses, prompts);
     let _held = hold(&batch.samples);
     batch.score(0, |samples| score(run, models, collector, samples, step, phases));
     batch.scores = batch.scores.map(|scores| drawn.with(scores));
@@ -256,7 +256,7 @@ impl Batch {
         Self { complete: true, samples: Vec::new(), scores: Ok(Scores::default()), load: Load::default(), tail_s: 0.0 }
     }
 
-    fn take(&mut self, responses: Vec<Response>, prompts: &[Prompt]) {
+    fn add_responses(&mut self, responses: Vec<Response>, prompts: &[Prompt]) {
         self.samples.extend(responses.into_iter().map(|response| Experience {
             prompt: prompts[response.prompt].clone(),
             mask: response.mask(),
@@ -270,7 +270,7 @@ impl Batch {
         for RankResponses { complete, responses, load } in responses()? {
             self.complete &= complete;
             loads.extend(load);
-            self.take(responses, prompts);
+            self.add_responses(responses, prompts);
         }
         // Independent of the ranks that sampled them.
         self.samples[from..].sort_by_key(Experience::key);
@@ -282,7 +282,7 @@ impl Batch {
             self.load.places += load.places;
             self.load.stolen += load.stolen;
             self.load.prompt_tokens += load.prompt_tokens;
-            self.load.found_tokens += load.found_tokens;
+            self.load.prefix_hit_tokens += load.prefix_hit_tokens;
         }
         Ok(())
     }
@@ -323,13 +323,13 @@ impl Batch {
                     .into_iter()
                     .fold(Scores::default(), Scores::with);
                 scores.add(&self.samples, streamed);
-                scores.take_greedy(run, &mut self.samples);
+                scores.split_greedy(run, &mut self.samples);
                 if null::is_active() {
                     scores.complete(&self.samples);
                 }
                 let gap = scores.fill(&mut self.samples);
                 let dropped = scores.drop_failed(run, &mut self.samples)?;
-                let Load { preemptions, drawn, places, stolen, prompt_tokens, found_tokens, .. } = self.load;
+                let Load { preemptions, drawn, places, stolen, prompt_tokens, prefix_hit_tokens, .. } = self.load;
                 let ratio = |part: usize, all: usize| (all > 0).then_some(part as f64 / all as f64);
                 let measured = [
                     (keys::RESHARD_BYTES, moved),
@@ -337,7 +337,7 @@ impl Batch {
                     (keys::SAMPLES_DROPPED, dropped),
                     (keys::ROLLOUT_PREEMPTIONS, Some(preemptions as f64)),
                     (keys::ROLLOUT_OCCUPANCY, ratio(drawn, places)),
-                    (keys::ROLLOUT_PREFIX_HIT_RATIO, ratio(found_tokens, prompt_tokens)),
+                    (keys::ROLLOUT_PREFIX_HIT_RATIO, ratio(prefix_hit_tokens, prompt_tokens)),
                     (keys::ROLLOUT_PROMPTS_STOLEN, Some(stolen as f64)),
                     (keys::IDLE_TAIL_S, Some(self.tail_s)),
                 ];
@@ -381,7 +381,7 @@ fn score(
     }
     // Greedy responses are not learned from.
     let is_sample = |sample: &&Experience| (sample.response.sample as usize) < run.config.rollout.samples_per_prompt;
-    let samples: Vec<Tokens> = samples.iter().filter(is_sample).map(Tokens::of).collect();
+    let samples: Vec<Tokens> = samples.iter().filter(is_sample).map(Tokens::from_sample).collect();
     let logprobs = |role: &Role| forward::logprobs(role, &run.ranks.axes, &samples, temperature, tokens_max);
     phase::set(step, phase::Phase::Score);
     phases.time(Phase::Score, || {

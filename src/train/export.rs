@@ -44,7 +44,7 @@ pub fn finish(
     for learner in actor.iter_mut().filter(|_| wanted) {
         exported = write(run, &learner.role, &out);
         if learner.zero.has_average() {
-            learner.take_average();
+            learner.swap_in_average();
             exported = exported.and(write(run, &learner.role, &average));
         }
     }

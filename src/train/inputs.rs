@@ -55,7 +55,7 @@ impl Hashed {
         let listed = run.ranks.all.agree(if is_first { list() } else { Ok(Vec::new()) })?;
         let files = records::of_first(&run.ranks.all, || listed);
         let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
-        let found = self.hashes.of(&paths, &run.ranks.all)?;
+        let found = self.hashes.hash_files(&paths, &run.ranks.all)?;
         for SourceFile { key, file, path } in files.into_iter().filter(|file| !file.key.is_empty()) {
             self.inputs.entry(key).or_default().insert(file, found[&path].xxh3.clone());
         }

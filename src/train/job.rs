@@ -13,8 +13,8 @@ use crate::config::Config;
 use crate::data::balance::Cost;
 use crate::data::{LEDGER_LINES, Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
-use crate::launch::banner::Needs;
-use crate::launch::run::{Run, Values};
+use crate::launch::banner::BannerRows;
+use crate::launch::run::{Run, WeightsFrom};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys::{Metrics, named};
@@ -53,8 +53,8 @@ pub trait Job: Sized {
     fn shape(config: &Config) -> StepShape;
 
     /// Disk space beyond checkpoints, and rows of the banner.
-    fn needs(_run: &Run, _arch: &Arch, _rows: &Rows) -> Needs {
-        Needs::default()
+    fn needs(_run: &Run, _arch: &Arch, _rows: &Rows) -> BannerRows {
+        BannerRows::default()
     }
 
     /// Creates the method from the models of this rank: the learners and the frozen models.
@@ -92,7 +92,7 @@ pub trait Job: Sized {
     }
 
     /// The part of the next step that a checkpoint between two steps keeps, in the form of an interrupted step's work.
-    fn begun(&self) -> Option<Vec<u8>> {
+    fn partial_work(&self) -> Option<Vec<u8>> {
         None
     }
 
@@ -149,7 +149,7 @@ pub fn run<J: Job>(mut run: Run) -> Result<()> {
         return Ok(());
     }
     opened.train(&mut run)?;
-    opened.take_best(&mut run)?;
+    opened.load_best(&mut run)?;
     let ended = opened.ended(&run);
     let made = if opened.learned.is_empty() { 0 } else { opened.state.step };
     let Opened { mut job, .. } = opened;
@@ -300,7 +300,7 @@ impl<J: Job> Opened<J> {
             state.eval_due |= config.eval.every_steps > 0 && state.step >= steps && is_unevaluated;
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
-        let values = if resumed.is_some() { Values::ToRestore } else { Values::OfTheDirectory };
+        let values = if resumed.is_some() { WeightsFrom::Checkpoint } else { WeightsFrom::ModelDir };
         run.resident_at_start = memory::resident_bytes();
         let names: Vec<&str> = models.iter().map(|model| model.spec.role.name()).collect();
         run.recorder.say(&format!("loading the models: {}", names.join(", ")));
@@ -411,7 +411,7 @@ impl<J: Job> Opened<J> {
     }
 
     /// Restores the learners from the best checkpoint, if it is to be exported and is not the last one.
-    fn take_best(&mut self, run: &mut Run) -> Result<()> {
+    fn load_best(&mut self, run: &mut Run) -> Result<()> {
         let wanted = run.config.job.export && run.config.checkpoint.export_best;
         if !wanted || self.state.best.step() == Some(self.state.step) {
             return Ok(());
@@ -468,8 +468,8 @@ impl<J: Job> Opened<J> {
             return Ok(());
         }
         self.state.method = self.job.state();
-        let begun = if work.is_none() { self.job.begun() } else { None };
-        let work = work.or(begun.as_deref());
+        let partial = if work.is_none() { self.job.partial_work() } else { None };
+        let work = work.or(partial.as_deref());
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)
     }
@@ -477,7 +477,7 @@ impl<J: Job> Opened<J> {
 
 /// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.
 fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f64 {
-    let cost = Cost::of(arch);
+    let cost = Cost::from_arch(arch);
     let forward: f64 = lengths.iter().map(|&tokens| 2.0 * (cost.row(tokens) * arch.width) as f64).sum();
     let old = shape.has_rollout() && run.recomputes_old_logprobs();
     let forwards =

@@ -4,7 +4,7 @@
 use super::models::ModelSpec;
 use super::pairs::TIES;
 use super::reference::{self, Reference};
-use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{LabelledRow, RowSource};
@@ -29,7 +29,7 @@ pub struct Kto {
 
 /// The values that the policy's log-probabilities of a minibatch are compared with.
 #[derive(Default)]
-pub struct Known {
+pub struct Precomputed {
     /// Sums of the reference model's log-probabilities of each response.
     reference: Vec<[f64; 1]>,
     kl: f64,
@@ -37,7 +37,7 @@ pub struct Known {
 
 impl Method for Kto {
     type Row = LabelledRow;
-    type Known = Known;
+    type Precomputed = Precomputed;
     const SCORES: bool = true;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -74,7 +74,13 @@ impl Method for Kto {
     /// Returns the reference model's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs: each
     /// prompt with the response of the next row, the last one with the first row's response. None of this is learned
     /// from.
-    fn known(&mut self, run: &Run, role: &Role, rows: &mut [LabelledRow], phases: &mut Phases) -> Result<Known> {
+    fn precompute(
+        &mut self,
+        run: &Run,
+        role: &Role,
+        rows: &mut [LabelledRow],
+        phases: &mut Phases,
+    ) -> Result<Precomputed> {
         let (rows, tokens_max) = (&*rows, run.config.kto.microbatch_tokens_max);
         let reference = self.reference.of_rows(run, rows, |row| (row.id, [tokens(row)]), tokens_max, phases);
         let others = rows.iter().cycle().skip(1);
@@ -85,7 +91,7 @@ impl Method for Kto {
         let sum: f64 = own.iter().zip(theirs).map(|(own, theirs)| own - theirs).sum();
         // A single row has no other row.
         let kl = if rows.len() > 1 { (sum / rows.len() as f64).max(0.0) } else { 0.0 };
-        Ok(Known { reference, kl })
+        Ok(Precomputed { reference, kl })
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
@@ -94,34 +100,34 @@ impl Method for Kto {
         let mut numbers =
             sums.means(&[(keys::DESIRABLE_REWARD_MEAN, DESIRABLE), (keys::UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
         let (loss, accuracy) = (sums.get(keys::LOSS), sums.get(keys::ACCURACY) / count);
-        numbers.extend([(keys::LOSS, loss), (keys::ACCURACY, accuracy), (keys::KL_MEAN, batch.known.kl)]);
+        numbers.extend([(keys::LOSS, loss), (keys::ACCURACY, accuracy), (keys::KL_MEAN, batch.precomputed.kl)]);
         Ok(numbers)
     }
 
     /// Loss on held-out rows, and the share of rows whose reward is above the KL if desirable, or below it if not.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let count = batch.rows.len() as f64;
-        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0 / count)?;
+        let (_, sums) = supervised::evaluate_examples(self, run, &learner.role, batch, 1.0 / count)?;
         let accuracy = sums.get(keys::ACCURACY) / count;
         let accuracy = (sums.get(TIES) < count).then_some((keys::EVAL_ACCURACY, accuracy));
         Ok([Some((keys::EVAL_LOSS, sums.get(keys::LOSS))), accuracy].into_iter().flatten().collect())
     }
 }
 
-impl Judge for Kto {
+impl ExampleLoss for Kto {
     /// The tokens of the responses are predicted.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         chosen.iter().map(|&i| tokens(&batch.rows[i])).collect()
     }
 
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
-        let (config, Minibatch { rows, known, .. }) = (&packed.run.config.kto, packed.batch);
+    fn loss(&self, packed: &LossInput<Self>) -> (Vec<ExampleSums>, Vec<f32>) {
+        let (config, Minibatch { rows, precomputed, .. }) = (&packed.run.config.kto, packed.batch);
         packed.rows(|i, [logprobs]| {
             let is_desirable = rows[i].is_desirable;
-            let h = logprobs.iter().map(|l| f64::from(*l)).sum::<f64>() - known.reference[i][0];
-            let (loss, slope) = kto_loss(config, is_desirable, h, known.kl);
+            let h = logprobs.iter().map(|l| f64::from(*l)).sum::<f64>() - precomputed.reference[i][0];
+            let (loss, slope) = kto_loss(config, is_desirable, h, precomputed.kl);
             let (beta, sign) = (config.beta, if is_desirable { 1.0 } else { -1.0 });
-            let (margin, [count, reward]) = (sign * beta * (h - known.kl), of_label(is_desirable));
+            let (margin, [count, reward]) = (sign * beta * (h - precomputed.kl), of_label(is_desirable));
             let of_row = [
                 (keys::LOSS, packed.weight * loss),
                 (keys::ACCURACY, f64::from(u8::from(margin > 0.0))),
@@ -130,12 +136,12 @@ impl Judge for Kto {
                 (count, 1.0),
                 (reward, beta * h),
             ];
-            (Sums::of(of_row), [slope])
+            (Sums::from_list(of_row), [slope])
         })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
-        let (Minibatch { rows, tokenizer, .. }, (i, _, of_row)) = (batch, judged[0]);
+    fn read(batch: &Minibatch<Self>, examples: &[&ExampleSums]) -> Result<(u64, String, EvalResponses)> {
+        let (Minibatch { rows, tokenizer, .. }, (i, _, of_row)) = (batch, examples[0]);
         let LabelledRow { id, tokens, prompt_tokens, is_desirable, .. } = &rows[*i];
         let (prompt, response) = tokens.split_at(*prompt_tokens);
         let (response, [_, reward]) = (tokenizer.decode(response, true)?, of_label(*is_desirable));

@@ -67,31 +67,31 @@ pub use models::Archs;
 pub use planned::{Planned, PlannedGpu};
 
 /// The functions for jobs of one kind.
-struct Method {
+struct Entry {
     models: fn(&Config) -> Vec<ModelSpec>,
     shape: fn(&Config) -> StepShape,
     plan: fn(Planned) -> Result<()>,
     run: fn(Run) -> Result<()>,
 }
 
-impl Method {
-    fn of<J: Job>() -> Self {
+impl Entry {
+    fn for_job<J: Job>() -> Self {
         Self { models: J::models, shape: J::shape, plan: planned::drive::<J>, run: job::run::<J> }
     }
 }
 
 /// The only match on the kind of a job.
-fn method(config: &Config) -> Method {
+fn entry(config: &Config) -> Entry {
     match config.job.kind {
-        JobKind::Sft => Method::of::<Supervised<Sft>>(),
-        JobKind::RewardModel => Method::of::<Supervised<RewardModel>>(),
-        JobKind::Dpo => Method::of::<Supervised<Preference>>(),
-        JobKind::Kto => Method::of::<Supervised<Kto>>(),
-        JobKind::StepReward => Method::of::<Supervised<StepReward>>(),
-        JobKind::Distill if config.distill.on_policy => Method::of::<OnPolicy>(),
-        JobKind::Distill => Method::of::<Supervised<Distill>>(),
-        JobKind::Eval => Method::of::<Eval>(),
-        JobKind::Ppo => Method::of::<Ppo>(),
+        JobKind::Sft => Entry::for_job::<Supervised<Sft>>(),
+        JobKind::RewardModel => Entry::for_job::<Supervised<RewardModel>>(),
+        JobKind::Dpo => Entry::for_job::<Supervised<Preference>>(),
+        JobKind::Kto => Entry::for_job::<Supervised<Kto>>(),
+        JobKind::StepReward => Entry::for_job::<Supervised<StepReward>>(),
+        JobKind::Distill if config.distill.on_policy => Entry::for_job::<OnPolicy>(),
+        JobKind::Distill => Entry::for_job::<Supervised<Distill>>(),
+        JobKind::Eval => Entry::for_job::<Eval>(),
+        JobKind::Ppo => Entry::for_job::<Ppo>(),
     }
 }
 
@@ -105,7 +105,7 @@ pub fn roles(config: &Config) -> Vec<RoleName> {
 
 /// The models, in the order in which they are loaded.
 pub fn models(config: &Config) -> Vec<ModelSpec> {
-    (method(config).models)(config)
+    (entry(config).models)(config)
 }
 
 /// Each model's head and its config.json.
@@ -126,14 +126,14 @@ pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
 
 /// The shape of a step.
 pub fn shape(config: &Config) -> StepShape {
-    (method(config).shape)(config)
+    (entry(config).shape)(config)
 }
 
 /// Runs the first steps of a job on a null device, for a plan. Errors are the same as in a run.
 pub fn plan(planned: Planned) -> Result<()> {
-    (method(planned.config).plan)(planned)
+    (entry(planned.config).plan)(planned)
 }
 
 pub fn run(run: Run) -> Result<()> {
-    (method(&run.config).run)(run)
+    (entry(&run.config).run)(run)
 }

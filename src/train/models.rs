@@ -6,7 +6,7 @@ use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::launch::run::{Run, Values};
+use crate::launch::run::{Run, WeightsFrom};
 use crate::learn::{Learner, Role, role};
 use crate::model::{Arch, Head, ParamTable};
 use crate::text::Tokenizer;
@@ -63,7 +63,7 @@ impl Archs {
         &self.0[0].2
     }
 
-    pub fn of(&self, role: RoleName) -> Option<&Arch> {
+    pub fn find(&self, role: RoleName) -> Option<&Arch> {
         self.0.iter().find(|(of, ..)| *of == role).map(|(.., arch)| arch)
     }
 }
@@ -144,7 +144,7 @@ fn with_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Res
 }
 
 /// Loads the models that are on this rank, in their order. All ranks call this.
-pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>> {
+pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<Role>> {
     let mut roles = Vec::new();
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
         let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
@@ -153,8 +153,8 @@ pub fn load(run: &Run, models: &[JobModel], values: Values) -> Result<Vec<Role>>
         let is_saved = !learns && *role == RoleName::Actor && saved::is_checkpoint(dir) && !null::is_active();
         let values = match learns {
             true => values,
-            false if is_saved => Values::ToRestore,
-            false => Values::OfTheDirectory,
+            false if is_saved => WeightsFrom::Checkpoint,
+            false => WeightsFrom::ModelDir,
         };
         let mut role = run.role(role.name(), dir, arch, *head, values)?;
         if is_saved {
@@ -181,7 +181,7 @@ pub fn learners(
     models: &[JobModel],
     roles: Vec<Role>,
     updates: u64,
-    values: Values,
+    values: WeightsFrom,
 ) -> Result<(Vec<Learner>, Vec<Role>)> {
     let (mut learners, mut frozen) = (Vec::new(), Vec::new());
     // One after the other: if state is offloaded, the first model's state is out of memory before the second needs the

@@ -12,7 +12,7 @@ use crate::config::mesh::RoleName;
 use crate::data::{PromptSource, Rows};
 use crate::error::Result;
 use crate::experience::{Experience, Prompt};
-use crate::launch::banner::Needs;
+use crate::launch::banner::BannerRows;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::packed::PackedRow;
@@ -56,7 +56,7 @@ impl Job for OnPolicy {
         }
     }
 
-    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
+    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> BannerRows {
         let mut needs = Ppo::needs(run, arch, rows);
         needs.about.retain(|_| run.config.reward.is_set());
         needs

@@ -1,6 +1,6 @@
 //! Code shared by methods that learn from pairs: counting pairs, and recording held-out ones.
 
-use super::supervised::{Judged, Method, Minibatch, Numbers};
+use super::supervised::{ExampleSums, Method, Minibatch, Numbers};
 use crate::data::PairRow;
 use crate::error::Result;
 use crate::learn::sums::Sums;
@@ -25,7 +25,7 @@ pub const REPORTED: &[(&str, &str)] = &[
 /// Sums of one pair, whose loss has this weight.
 pub fn counted(pair: &Pair, weight: f64) -> Sums {
     let margin = pair.chosen_reward - pair.rejected_reward;
-    Sums::of([
+    Sums::from_list([
         (keys::LOSS, weight * pair.loss),
         (PAIRS, 1.0),
         (TIES, f64::from(u8::from(margin == 0.0))),
@@ -45,12 +45,12 @@ pub fn evaluated(sums: &Sums, pairs: usize) -> Numbers {
     all
 }
 
-/// Implements `Judge::read`.
+/// Implements `ExampleLoss::read`.
 pub fn read<M: Method<Row = PairRow>>(
     Minibatch { rows, tokenizer, .. }: &Minibatch<M>,
-    judged: &[&Judged],
+    examples: &[&ExampleSums],
 ) -> Result<(u64, String, EvalResponses)> {
-    let (i, _, pair) = judged[0];
+    let (i, _, pair) = examples[0];
     let row = &rows[*i];
     let response = |side: &[u32]| tokenizer.decode(&side[row.prompt_tokens..], true);
     let responses = EvalResponses::Pair {

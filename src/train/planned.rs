@@ -15,7 +15,7 @@ use crate::launch::gemm::GemmChoice;
 use crate::launch::gpu;
 use crate::launch::layout::{Expectations, Expected, Layout};
 use crate::launch::ranks::Ranks;
-use crate::launch::run::{Run, Values};
+use crate::launch::run::{Run, WeightsFrom};
 use crate::metrics::{Phases, Recorder};
 use crate::text::Tokenizer;
 use std::cell::Cell;
@@ -58,7 +58,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let model = |(i, spec): (usize, ModelSpec)| {
         let missing = || Error::fault(format!("the plan has no {}", spec.role.name()));
         let same_place = planned.archs.0.get(i).filter(|(role, ..)| *role == spec.role).map(|(.., arch)| arch);
-        let arch = same_place.or_else(|| planned.archs.of(spec.role)).cloned();
+        let arch = same_place.or_else(|| planned.archs.find(spec.role)).cloned();
         Ok(JobModel { arch: arch.ok_or_else(missing)?, spec })
     };
     let models: Vec<JobModel> = J::models(&config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
@@ -71,7 +71,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
     let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
     source.check_context(arch.context)?;
-    let values = Values::OfTheDirectory;
+    let values = WeightsFrom::ModelDir;
     let roles = models::load(&run, &models, values)?;
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
@@ -98,7 +98,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
 
 /// Whether the plan's caller gives a reward model that the job does not name.
 fn has_given_reward(planned: &Planned) -> bool {
-    !planned.config.reward.has_models() && planned.archs.of(RoleName::Reward).is_some()
+    !planned.config.reward.has_models() && planned.archs.find(RoleName::Reward).is_some()
 }
 
 /// Starts a null GPU, including the memory that CUDA and its libraries keep for the whole job.

@@ -1,7 +1,9 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }.
 
 use super::dynamic_sampling::{DroppedGroup, History, Rounds};
-use super::experience_maker::{Ahead, Collected, RolloutModels, hold, make_experience, rollout_speed, score_ahead};
+use super::experience_maker::{
+    Collected, RolloutModels, StagedBatch, hold, make_experience, rollout_speed, score_ahead,
+};
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
 use super::reward_models::{self, RewardModels};
@@ -21,7 +23,7 @@ use crate::data::{LEDGER_LINES, Part, PromptSource, Rows, SftRow};
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
-use crate::launch::banner::Needs;
+use crate::launch::banner::BannerRows;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
@@ -53,7 +55,7 @@ pub struct Ppo {
     /// The rest of a step that an earlier start interrupted.
     pub(super) work: Option<Work>,
     /// The samples of the next steps so far, if the rollout runs ahead.
-    pub(super) ahead: VecDeque<Ahead>,
+    pub(super) ahead: VecDeque<StagedBatch>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -63,7 +65,7 @@ pub(super) enum Work {
     /// Interrupted in training: the experience, the position in the updates, and the measurements so far.
     Update(UpdateWork),
     /// If the rollout runs ahead: samples of the next steps, and the rest of an interrupted step.
-    Ahead(VecDeque<Ahead>, Option<Vec<u8>>),
+    Staged(VecDeque<StagedBatch>, Option<Vec<u8>>),
 }
 
 /// The training phase of one step.
@@ -138,9 +140,9 @@ impl Job for Ppo {
         }
     }
 
-    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> Needs {
+    fn needs(run: &Run, arch: &Arch, rows: &Rows) -> BannerRows {
         let rollouts = run.rollout_bytes_max(rows.longest(), arch.context);
-        Needs {
+        BannerRows {
             rollouts,
             about: vec![("rewards".to_string(), rollout_banner::rewards(&run.config))],
             notes: rollout_banner::notes(run),
@@ -166,7 +168,7 @@ impl Job for Ppo {
         let rewards = run.ranks.all.agree(RewardModels::new(run, rewards, &tokenizer, &source))?;
         let copy = copies.pop();
         let role = copy.as_ref().or(actor.as_ref().map(|actor| &actor.role)).filter(|_| run.ranks.samples());
-        let (rollout_weights, weights_bytes) = RolloutWeights::of(run, role, source.longest())?;
+        let (rollout_weights, weights_bytes) = RolloutWeights::for_sampler(run, role, source.longest())?;
         Ok(Self {
             critic,
             reference: references.pop(),
@@ -202,7 +204,7 @@ impl Job for Ppo {
         self.advantage = serde_json::from_value(state)
             .map_err(|e| Error::data(format!("the checkpoint's state is malformed: {e}")))?;
         self.work = match work.map(records::decode).transpose()? {
-            Some(Work::Ahead(ahead, rest)) => {
+            Some(Work::Staged(ahead, rest)) => {
                 self.ahead = ahead;
                 rest.as_deref().map(records::decode).transpose()?
             }
@@ -211,8 +213,8 @@ impl Job for Ppo {
         Ok(())
     }
 
-    fn begun(&self) -> Option<Vec<u8>> {
-        (!self.ahead.is_empty()).then(|| records::encode(&Work::Ahead(self.ahead.clone(), None)))
+    fn partial_work(&self) -> Option<Vec<u8>> {
+        (!self.ahead.is_empty()).then(|| records::encode(&Work::Staged(self.ahead.clone(), None)))
     }
 
     fn step(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
@@ -276,7 +278,7 @@ impl Ppo {
             Some(Work::Rollout(finished)) => finished,
             // The rollout was running ahead when the run was stopped.
             _ if !run.runs_ahead() => {
-                let whole = std::mem::take(&mut self.ahead).pop_front().filter(Ahead::is_scored);
+                let whole = std::mem::take(&mut self.ahead).pop_front().filter(StagedBatch::is_scored);
                 whole.map_or_else(Vec::new, |ahead| ahead.responses)
             }
             _ => Vec::new(),
@@ -317,7 +319,7 @@ impl Ppo {
                     let error = Some(error).filter(|error| error.kind == Kind::Service);
                     return Err(Ended::Unfinished { work, took_rows: false, error });
                 }
-                measured => rounds.take(&dynamic, samples, measured?),
+                measured => rounds.add_round(&dynamic, samples, measured?),
             }
         }
         if rounds.samples.is_empty() {

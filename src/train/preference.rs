@@ -3,7 +3,7 @@
 use super::models::ModelSpec;
 use super::pairs;
 use super::reference::Reference;
-use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::PairRow;
@@ -25,7 +25,7 @@ pub struct Preference {
 impl Method for Preference {
     type Row = PairRow;
     /// Sums of the reference model's log-probabilities of both sides of each pair; 0 without a reference.
-    type Known = Vec<[f64; 2]>;
+    type Precomputed = Vec<[f64; 2]>;
     const SCORES: bool = true;
 
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -42,7 +42,7 @@ impl Method for Preference {
         Ok(Self { reference: frozen.pop().map(Reference::new) })
     }
 
-    fn known(&mut self, run: &Run, _: &Role, rows: &mut [PairRow], phases: &mut Phases) -> Result<Vec<[f64; 2]>> {
+    fn precompute(&mut self, run: &Run, _: &Role, rows: &mut [PairRow], phases: &mut Phases) -> Result<Vec<[f64; 2]>> {
         let tokens_max = run.config.dpo.microbatch_tokens_max;
         Ok(match &mut self.reference {
             Some(reference) => reference.of_rows(run, rows, |row| (row.id, sides(row)), tokens_max, phases),
@@ -57,27 +57,27 @@ impl Method for Preference {
 
     /// Loss, accuracy and margin on held-out pairs.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
+        let (_, sums) = supervised::evaluate_examples(self, run, &learner.role, batch, 1.0)?;
         Ok(pairs::evaluated(&sums, batch.rows.len()))
     }
 }
 
-impl Judge for Preference {
+impl ExampleLoss for Preference {
     /// Packs both sides of each pair. The tokens of the responses are predicted.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         chosen.iter().flat_map(|&i| sides(&batch.rows[i])).collect()
     }
 
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
+    fn loss(&self, packed: &LossInput<Self>) -> (Vec<ExampleSums>, Vec<f32>) {
         packed.rows(|i, [chosen, rejected]| {
-            let of_pair = PairLogprobs { chosen, rejected, reference: packed.batch.known[i] };
+            let of_pair = PairLogprobs { chosen, rejected, reference: packed.batch.precomputed[i] };
             let (pair, by_token) = preference_loss(&packed.run.config.dpo, of_pair);
             (pairs::counted(&pair, packed.weight), by_token)
         })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
-        pairs::read(batch, judged)
+    fn read(batch: &Minibatch<Self>, examples: &[&ExampleSums]) -> Result<(u64, String, EvalResponses)> {
+        pairs::read(batch, examples)
     }
 }
 

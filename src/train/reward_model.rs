@@ -2,7 +2,7 @@
 
 use super::models::ModelSpec;
 use super::pairs;
-use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::data::PairRow;
 use crate::error::Result;
@@ -19,7 +19,7 @@ pub struct RewardModel;
 
 impl Method for RewardModel {
     type Row = PairRow;
-    type Known = ();
+    type Precomputed = ();
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         vec![ModelSpec::actor(config, Head::Value)]
@@ -41,9 +41,9 @@ impl Method for RewardModel {
     /// Loss, accuracy and margin on held-out pairs, and the distribution of the scores there, which is later used to
     /// normalize them.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let (judged, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
+        let (examples, sums) = supervised::evaluate_examples(self, run, &learner.role, batch, 1.0)?;
         let of_pair = [keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN];
-        let scores = || judged.iter().flat_map(|(.., pair)| of_pair.map(|key| pair.get(key)));
+        let scores = || examples.iter().flat_map(|(.., pair)| of_pair.map(|key| pair.get(key)));
         let n = 2.0 * batch.rows.len() as f64;
         let mean = scores().sum::<f64>() / n;
         let std = (scores().map(|score| (score - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt();
@@ -52,18 +52,18 @@ impl Method for RewardModel {
     }
 }
 
-impl Judge for RewardModel {
+impl ExampleLoss for RewardModel {
     /// Packs both sides of each pair. The last token of each side is scored.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
         for side in chosen.iter().map(|&i| &batch.rows[i]).flat_map(|row| [&row.chosen, &row.rejected]) {
             packed.push(side, side.len());
-            packed.look_at_end();
+            packed.push_last_state();
         }
         packed
     }
 
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
+    fn loss(&self, packed: &LossInput<Self>) -> (Vec<ExampleSums>, Vec<f32>) {
         packed.rows(|i, sides| {
             let [better, worse] = sides.map(|scores| f64::from(scores[0]));
             let (loss, margin) = (packed.run.config.reward_model.loss, f64::from(packed.batch.rows[i].margin));
@@ -72,7 +72,7 @@ impl Judge for RewardModel {
         })
     }
 
-    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
-        pairs::read(batch, judged)
+    fn read(batch: &Minibatch<Self>, examples: &[&ExampleSums]) -> Result<(u64, String, EvalResponses)> {
+        pairs::read(batch, examples)
     }
 }

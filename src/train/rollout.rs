@@ -2,7 +2,7 @@
 
 use super::episodes::Episodes;
 use super::reward_models::RewardModels;
-use super::shares::{Key, Offer, Piece, TakenPrompts, expect, own_share, share_of};
+use super::shares::{ClaimedPrompts, Key, PromptQueue, StepSlice, expect, own_share, share_of};
 use crate::comm::{Group, Stream, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -42,12 +42,12 @@ pub struct Collector {
     /// The number of phases with turns so far.
     rounds: u64,
     /// The error that ended the last of these phases early.
-    unanswered: Option<Error>,
+    env_error: Option<Error>,
     /// Load of the last phase.
     load: Load,
     pub reward: Reward,
     /// Prompt and sample of each response that this rank sends to the reward, in the order of its positions.
-    asked: Vec<Key>,
+    pending_keys: Vec<Key>,
     reward_models: RewardModels,
     stop: Arc<Stop>,
     /// The maximum length of the actor's rows, in tokens.
@@ -76,13 +76,13 @@ pub struct Load {
     pub stolen: usize,
     /// See `Outcome`.
     pub prompt_tokens: usize,
-    pub found_tokens: usize,
+    pub prefix_hit_tokens: usize,
 }
 
 impl Load {
     /// The load of a phase that began at `start` and decoded at most `batch_max` sequences at once. `stolen` is left at
     /// 0.
-    fn of(outcome: &Outcome, batch_max: usize, start: Instant) -> Self {
+    fn new(outcome: &Outcome, batch_max: usize, start: Instant) -> Self {
         Self {
             seconds: start.elapsed().as_secs_f64(),
             preemptions: outcome.preemptions,
@@ -90,7 +90,7 @@ impl Load {
             places: outcome.forwards * batch_max,
             stolen: 0,
             prompt_tokens: outcome.prompt_tokens,
-            found_tokens: outcome.found_tokens,
+            prefix_hit_tokens: outcome.prefix_hit_tokens,
         }
     }
 }
@@ -142,10 +142,10 @@ impl Collector {
             engine,
             environment,
             rounds: 0,
-            unanswered: None,
+            env_error: None,
             load: Load::default(),
             reward,
-            asked: Vec::new(),
+            pending_keys: Vec::new(),
             reward_models,
             stop,
             context,
@@ -155,23 +155,23 @@ impl Collector {
     }
 
     /// Samples responses to this rank's share of the prompts `part`, which belong to the steps of `pieces`. Finished
-    /// responses in `begun` are kept, and the others there are continued. Each response that ends is sent to its
+    /// responses in `partial` are kept, and the others there are continued. Each response that ends is sent to its
     /// rewards, if these are on this rank. All ranks that sample call this.
     pub fn rollout(
         &mut self,
         run: &Run,
         model: Model,
-        pieces: &[Piece],
+        pieces: &[StepSlice],
         prompts: &[Prompt],
         part: &Range<usize>,
-        begun: &[Response],
+        partial: &[Response],
     ) -> Result<RankResponses> {
         let config = &run.config.rollout;
         let greedy = greedy(config);
         let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
         self.reward.steps_done = u64::from(pieces[0].step).saturating_sub(1);
-        let answered = self.generate(run, model, pieces, prompts, part, configs, None, begun, streams);
+        let answered = self.generate(run, model, pieces, prompts, part, configs, None, partial, streams);
         let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
         let tensor = &run.ranks.rollout_axes.tensor;
@@ -204,26 +204,26 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to the prompts of `part` that this rank takes, including responses in `begun`, and whether none is
+    /// Responses to the prompts of `part` that this rank takes, including responses in `partial`, and whether none is
     /// missing. A stop ends it early. The responses of each of `configs` are numbered after those of the one before. If
     /// it `streams`, responses go to the reward of these ranks. With `beams` the responses come from beam search.
     fn generate(
         &mut self,
         run: &Run,
         model: Model,
-        pieces: &[Piece],
+        pieces: &[StepSlice],
         prompts: &[Prompt],
         part: &Range<usize>,
         configs: &[&RolloutConfig],
         beams: Option<Beams>,
-        begun: &[Response],
+        partial: &[Response],
         streams: bool,
     ) -> Result<(Vec<Response>, bool)> {
         let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
-        let (offer, failed) = (Offer::new(run, part, beams.is_none()), RefCell::new(None));
+        let (queue, failed) = (PromptQueue::new(run, part, beams.is_none()), RefCell::new(None));
         let rng = Rng::new(run.config.job.seed, Purpose::Sample);
-        let (requests, done) = self.requests(prompts, pieces, &offer.prompts, configs, begun)?;
+        let (requests, done) = self.requests(prompts, pieces, &queue.prompts, configs, partial)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
@@ -235,13 +235,13 @@ impl Collector {
         let (tokenizer, round, waited) = (&*self.tokenizer, self.rounds, &run.reward_wait_s);
         let episodes = |of| Episodes::new(of, prompts, &requests, tokenizer, round, &failed, waited);
         let mut episodes = self.environment.as_mut().map(episodes);
-        let (reward, asked, streams) = (&mut self.reward, &mut self.asked, streams.then(|| axes.tensor.clone()));
-        let whole =
-            pieces.iter().find(|piece| piece.tokens_max < usize::MAX).map_or(prompts.len(), |p| p.prompts.start);
-        let taken =
-            TakenPrompts { reward, asked, prompts, of_each, done: &done, streams, places: HashMap::new(), whole };
+        let streams = streams.then(|| axes.tensor.clone());
+        let whole = pieces.iter().find(|piece| piece.tokens_max < usize::MAX);
+        let whole = whole.map_or(prompts.len(), |piece| piece.prompts.start);
+        let (done, reward, pending_keys, places) = (&done, &mut self.reward, &mut self.pending_keys, HashMap::new());
+        let taken = ClaimedPrompts { reward, pending_keys, prompts, of_each, done, streams, places, whole };
         let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
-        let outcome = offer.take(axes, &taken, |next| {
+        let outcome = queue.claim(axes, &taken, |next| {
             let place = |prompt: usize| requests.partition_point(|request| request.prompt < prompt);
             let mut next = || next().map(|prompt| place(prompt)..place(prompt + 1));
             // A beam search begins with all of its prompts.
@@ -262,30 +262,30 @@ impl Collector {
                 None => engine.generate(model, rng, pieces[0].step, &requests, &mut hooks),
                 Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
             };
-            *load = outcome.as_ref().map_or_else(|_| Load::default(), |outcome| Load::of(outcome, batch_max, start));
+            *load = outcome.as_ref().map_or_else(|_| Load::default(), |done| Load::new(done, batch_max, start));
             outcome
         });
         let taken = taken.into_inner();
-        self.load.stolen = taken.places.len().saturating_sub(offer.own);
+        self.load.stolen = taken.places.len().saturating_sub(queue.own);
         if let Some(environment) = &mut self.environment {
             environment.cancel();
         }
-        self.unanswered = failed.into_inner();
+        self.env_error = failed.into_inner();
         let outcome = outcome?;
         // Training needs the memory of the cache.
         self.engine.release();
         Ok(taken.with_done(outcome.responses.into_iter().flatten()))
     }
 
-    /// The requests for `prompts[own]`, and the responses in `begun` that need no request: they have ended, or have the
+    /// The requests for `prompts[own]`, and the responses in `partial` that need no request: they have ended, or have the
     /// maximum length of this phase.
     fn requests(
         &self,
         prompts: &[Prompt],
-        pieces: &[Piece],
+        pieces: &[StepSlice],
         own: &Range<usize>,
         configs: &[&RolloutConfig],
-        begun: &[Response],
+        partial: &[Response],
     ) -> Result<(Vec<Request>, Vec<Response>)> {
         let mut requests: Vec<Request> = Vec::new();
         for config in configs {
@@ -295,19 +295,19 @@ impl Collector {
         }
         requests.sort_by_key(|request| request.prompt);
         let ids: Vec<u64> = pieces.iter().flat_map(|piece| random_ids(&prompts[piece.prompts.clone()])).collect();
-        let mut known: HashMap<Key, &Response> = begun.iter().map(|r| ((r.prompt, r.sample), r)).collect();
+        let mut known: HashMap<Key, &Response> = partial.iter().map(|r| ((r.prompt, r.sample), r)).collect();
         requests.retain_mut(|request| {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
             let piece = pieces.iter().find(|piece| piece.prompts.contains(&request.prompt)).expect("a piece has it");
             let longest = request.new_tokens_max;
             (request.step, request.new_tokens_max) = (Some(piece.step), longest.min(piece.tokens_max));
-            let Some(begun) = known.get(&(request.prompt, request.sample)) else { return true };
-            let drawn = begun.tokens.len();
+            let Some(partial) = known.get(&(request.prompt, request.sample)) else { return true };
+            let drawn = partial.tokens.len();
             let goes_on =
-                begun.finish == Finish::Length && drawn < request.new_tokens_max && self.environment.is_none();
+                partial.finish == Finish::Length && drawn < request.new_tokens_max && self.environment.is_none();
             if goes_on {
-                request.begun = Some(Arc::new((*begun).clone()));
+                request.partial = Some(Arc::new((*partial).clone()));
                 known.remove(&(request.prompt, request.sample));
             }
             goes_on
@@ -320,7 +320,7 @@ impl Collector {
     pub fn push(&mut self, run: &Run, samples: &[Experience], step: u64) {
         self.reward.steps_done = step.saturating_sub(1);
         let own = &samples[share_of(samples.len(), &run.ranks.axes.all)];
-        let first = expect(&mut self.reward, &mut self.asked, own.iter().map(Experience::key));
+        let first = expect(&mut self.reward, &mut self.pending_keys, own.iter().map(Experience::key));
         own.iter().enumerate().for_each(|(i, sample)| self.reward.push(first + i, &sample.prompt, &sample.response));
         self.reward.flush();
     }
@@ -344,13 +344,13 @@ impl Collector {
         if let Some(note) = all.first_words(&self.reward.next_note().unwrap_or_default()) {
             run.recorder.warn(&note);
         }
-        let asked = std::mem::take(&mut self.asked);
+        let pending_keys = std::mem::take(&mut self.pending_keys);
         let scored = if is_scored && !is_stopped { self.reward.finish() } else { Ok(Vec::new()) };
         self.reward.cancel();
         if is_stopped {
             return Ok(None);
         }
-        let mine: Vec<(Key, Scored)> = asked.into_iter().zip(all.agree(scored)?).collect();
+        let mine: Vec<(Key, Scored)> = pending_keys.into_iter().zip(all.agree(scored)?).collect();
         Ok(Some(records::gather(all, &mine)?.into_iter().collect()))
     }
 
@@ -359,9 +359,9 @@ impl Collector {
     /// # Errors
     /// The environment's error, if it is the reason.
     pub fn cancel(&mut self) -> Result<()> {
-        self.asked.clear();
+        self.pending_keys.clear();
         self.reward.cancel();
-        self.unanswered.take().map_or(Ok(()), Err)
+        self.env_error.take().map_or(Ok(()), Err)
     }
 
     /// Answers to `prompts` on all ranks, without responses on which a reward failed. The answers to a prompt are
@@ -385,7 +385,7 @@ impl Collector {
             let (responses, is_complete) = self.generate(
                 run,
                 model,
-                &[Piece::whole(step, prompts.len())],
+                &[StepSlice::whole(step, prompts.len())],
                 prompts,
                 &all,
                 &[config],
@@ -403,7 +403,7 @@ impl Collector {
         let mut by_key = self.scored(run, &run.ranks.all)?.ok_or_else(stopped)?;
         let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         responses.sort_by_key(|response| (response.prompt, response.sample));
-        let mut scored: Vec<Scored> = responses.iter().map(|r| take(&mut by_key, (r.prompt, r.sample))).collect();
+        let mut scored: Vec<Scored> = responses.iter().map(|r| take_score(&mut by_key, (r.prompt, r.sample))).collect();
         if run.config.reward.has_models() {
             let of = |response: &Response| Experience {
                 prompt: prompts[response.prompt].clone(),
@@ -438,7 +438,7 @@ pub fn greedy(config: &RolloutConfig) -> RolloutConfig {
 }
 
 /// Removes and returns the score of a response.
-pub fn take(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
+pub fn take_score(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
     let found = scored.remove(&key);
     assert!(found.is_some() || null::is_active(), "response {key:?} was not scored");
     // A null device has no peers, so their scores are missing.

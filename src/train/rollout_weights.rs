@@ -33,7 +33,7 @@ pub struct Gathered<'a> {
 impl RolloutWeights {
     /// Creates the rollout weights of the actor, if it is on this rank, for prompts of up to `prompt_tokens` tokens.
     /// Also returns their bytes. All ranks call this.
-    pub fn of(run: &Run, actor: Option<&Role>, prompt_tokens: usize) -> Result<(Option<Self>, usize)> {
+    pub fn for_sampler(run: &Run, actor: Option<&Role>, prompt_tokens: usize) -> Result<(Option<Self>, usize)> {
         let made = actor.map(|actor| {
             let made = Self::new(actor, &run.ranks.axes, &run.ranks.rollout_axes)?;
             let dtype = actor.weights.dtype();
@@ -46,13 +46,13 @@ impl RolloutWeights {
 
     /// Creates the weights from training's layout `training` to `rollout`. All ranks of the actor call this.
     pub fn new(actor: &Role, training: &Axes, rollout: &Axes) -> Result<Self> {
-        let (to, arch) = (TensorPart::of(&rollout.tensor), actor.arch());
+        let (to, arch) = (TensorPart::from_group(&rollout.tensor), actor.arch());
         let known = gpu::check_cut(actor.weights.device(), arch, to.size);
         arch.check_tensor(to.size).and(known).map_err(|e| e.within("rollout"))?;
         let same = to.size == training.tensor.size();
         let moves = !same || actor.weights.is_sharded();
         let reshard = moves.then(|| Reshard::new(&actor.transformer, &actor.weights.table, training, to));
-        let over = |reshard: &Reshard| Transformer::over(arch, reshard.table(), rollout);
+        let over = |reshard: &Reshard| Transformer::for_axes(arch, reshard.table(), rollout);
         let transformer = reshard.as_ref().filter(|_| !same).map(over);
         Ok(Self { reshard, transformer, all: training.all.clone() })
     }

@@ -33,7 +33,7 @@ impl Scores {
 
     /// Removes the greedy responses from the samples, whose baselines they are. If a reward failed on a greedy
     /// response, all samples of its prompt count as failed.
-    pub fn take_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
+    pub fn split_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
         if !run.config.has_greedy() {
             return;
         }
@@ -61,7 +61,7 @@ impl Scores {
     pub fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
         self.scored.resize(samples.len(), Scored::default());
         for (sample, scored) in samples.iter().zip(&mut self.scored) {
-            *scored = rollout::take(&mut streamed, sample.key()).plus(std::mem::take(scored));
+            *scored = rollout::take_score(&mut streamed, sample.key()).plus(std::mem::take(scored));
         }
     }
 

@@ -21,7 +21,7 @@ pub struct Sft;
 
 impl Method for Sft {
     type Row = SftRow;
-    type Known = ();
+    type Precomputed = ();
 
     fn shape(Config { sft, .. }: &Config) -> [usize; 3] {
         [sft.minibatch_samples, sft.microbatch_tokens_max, 0]
@@ -32,7 +32,7 @@ impl Method for Sft {
     }
 
     /// Marks the tokens that are learned.
-    fn known(&mut self, run: &Run, _: &Role, rows: &mut [SftRow], _: &mut Phases) -> Result<()> {
+    fn precompute(&mut self, run: &Run, _: &Role, rows: &mut [SftRow], _: &mut Phases) -> Result<()> {
         choose(rows, run.config.sft.loss_on);
         Ok(())
     }
@@ -121,14 +121,14 @@ pub(super) fn microbatch(learner: &mut Learner, row: &PackedRow, weights: &[f32]
     learner.backward(row, |model, w, hidden, grads| {
         (model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut loss, grads).0, ())
     });
-    Sums::of([(keys::LOSS, found), (keys::PTX_LOSS, on_texts)])
+    Sums::from_list([(keys::LOSS, found), (keys::PTX_LOSS, on_texts)])
 }
 
 /// Sum of the loss, correct next tokens, and tokens, of one packed row.
 fn evaluate_row(role: &Role, row: &PackedRow) -> [f64; 3] {
     let (model, w) = (&role.transformer, &role.weights);
     let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-    let found = model.logprobs_on_device(w, &hidden, &row.rows, &row.targets, 1.0, Extra::Top).later().take();
+    let found = model.logprobs_on_device(w, &hidden, &row.rows, &row.targets, 1.0, Extra::Top).later().into_values();
     let (logprobs, right) = found.split_at(row.rows.len());
     let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
     [-sum(logprobs), sum(right), row.rows.len() as f64]

@@ -19,8 +19,8 @@ pub fn prompts_of(run: &Run, part: &Range<usize>) -> Range<usize> {
     part.start + own.start..part.start + own.end
 }
 
-/// The prompts that a group of ranks with one model may take.
-pub struct Offer {
+/// The prompts that a group of ranks with one model may claim.
+pub struct PromptQueue {
     /// The number of prompts in an equal share.
     pub own: usize,
     pub prompts: Range<usize>,
@@ -28,8 +28,8 @@ pub struct Offer {
     is_shared: bool,
 }
 
-impl Offer {
-    /// `steals`: whether ranks may take prompts of others at all.
+impl PromptQueue {
+    /// `steals`: whether ranks may claim prompts of others at all.
     pub fn new(run: &Run, part: &Range<usize>, steals: bool) -> Self {
         let own = prompts_of(run, part);
         let steals = steals && run.config.rollout.work_stealing && !run.config.reward.compares_all();
@@ -39,13 +39,13 @@ impl Offer {
 
     /// Runs `work` with a function that returns the next prompt for this rank. Ranks that share its matrices call it
     /// together.
-    pub fn take<T>(&self, axes: &Axes, all: &RefCell<TakenPrompts>, work: impl FnOnce(NextPrompt) -> T) -> T {
+    pub fn claim<T>(&self, axes: &Axes, all: &RefCell<ClaimedPrompts>, work: impl FnOnce(NextPrompt) -> T) -> T {
         let work = |next: &mut Next| {
             let mut next = || {
                 // A null device has no first rank to receive from.
                 let taken = if null::is_active() { next() } else { records::of_first(&axes.tensor, &mut *next) };
                 let prompt = self.prompts.start + taken?;
-                all.borrow_mut().take(prompt);
+                all.borrow_mut().claim(prompt);
                 Some(prompt)
             };
             let found = work(&mut next);
@@ -76,14 +76,14 @@ pub fn share_of(count: usize, group: &Group) -> Range<usize> {
 }
 
 /// Reserves positions in the reward for the responses `keys`, and returns the first one.
-pub fn expect(reward: &mut Reward, asked: &mut Vec<Key>, keys: impl Iterator<Item = Key>) -> usize {
-    let before = asked.len();
-    asked.extend(keys);
-    reward.expect(asked.len() - before)
+pub fn expect(reward: &mut Reward, pending_keys: &mut Vec<Key>, keys: impl Iterator<Item = Key>) -> usize {
+    let before = pending_keys.len();
+    pending_keys.extend(keys);
+    reward.expect(pending_keys.len() - before)
 }
 
 /// The prompts of one step among the prompts of a phase.
-pub struct Piece {
+pub struct StepSlice {
     /// The step that keys the random numbers.
     pub step: u32,
     pub prompts: Range<usize>,
@@ -91,7 +91,7 @@ pub struct Piece {
     pub tokens_max: usize,
 }
 
-impl Piece {
+impl StepSlice {
     /// All prompts of a step, with complete responses.
     pub fn whole(step: u32, prompts: usize) -> Self {
         Self { step, prompts: 0..prompts, tokens_max: usize::MAX }
@@ -99,10 +99,10 @@ impl Piece {
 }
 
 /// The prompts taken by a group of ranks with one model, and their responses on the way to the reward.
-pub struct TakenPrompts<'a> {
+pub struct ClaimedPrompts<'a> {
     pub reward: &'a mut Reward,
     /// See `Collector`.
-    pub asked: &'a mut Vec<Key>,
+    pub pending_keys: &'a mut Vec<Key>,
     pub prompts: &'a [Prompt],
     /// The number of responses to each prompt.
     pub of_each: usize,
@@ -116,13 +116,13 @@ pub struct TakenPrompts<'a> {
     pub whole: usize,
 }
 
-impl TakenPrompts<'_> {
-    pub fn take(&mut self, prompt: usize) {
+impl ClaimedPrompts<'_> {
+    pub fn claim(&mut self, prompt: usize) {
         let turn = self.places.len();
         let is_own = self.streams.as_ref().is_some_and(|ranks| turn % ranks.size() == ranks.rank());
         let is_own = is_own && prompt < self.whole;
         let keys = (0..self.of_each as u32).map(|sample| (prompt, sample));
-        let first = is_own.then(|| expect(self.reward, self.asked, keys));
+        let first = is_own.then(|| expect(self.reward, self.pending_keys, keys));
         self.places.insert(prompt, first);
         let of_each = self.of_each;
         let is_wanted = |r: &&Response| r.prompt == prompt && (r.sample as usize) < of_each;

@@ -2,7 +2,7 @@
 //! gradient -> step (arXiv:2305.20050). The prediction of the language model's head after a placeholder is the label of
 //! the step before it.
 
-use super::supervised::{self, Judge, Judged, Judging, Method, Minibatch, Numbers};
+use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::labelled::StepRewardConfig;
 use crate::data::{RowSource, StepLabel, StepRow};
@@ -37,7 +37,7 @@ type Placed = (u32, Vec<f64>);
 impl Method for StepReward {
     type Row = StepRow;
     /// The steps of each row.
-    type Known = Vec<Vec<Placed>>;
+    type Precomputed = Vec<Vec<Placed>>;
 
     fn shape(Config { step_reward, .. }: &Config) -> [usize; 3] {
         [step_reward.minibatch_samples, step_reward.microbatch_tokens_max, 0]
@@ -66,12 +66,12 @@ impl Method for StepReward {
         Ok(Self { config: config.clone(), placeholder: id("placeholder", &config.placeholder)?, rewards })
     }
 
-    fn known(&mut self, _: &Run, _: &Role, rows: &mut [StepRow], _: &mut Phases) -> Result<Vec<Vec<Placed>>> {
+    fn precompute(&mut self, _: &Run, _: &Role, rows: &mut [StepRow], _: &mut Phases) -> Result<Vec<Vec<Placed>>> {
         rows.iter().map(|row| self.steps(row)).collect()
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let steps = batch.known.iter().flatten().count();
+        let steps = batch.precomputed.iter().flatten().count();
         if steps == 0 {
             return Err(Error::data("a minibatch has no steps to learn")
                 .hint("raise data.row_tokens_max, which cut all of them off"));
@@ -82,29 +82,30 @@ impl Method for StepReward {
 
     /// Loss and accuracy of the steps of held-out rows.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let (_, sums) = supervised::judged(self, run, &learner.role, batch, 1.0)?;
+        let (_, sums) = supervised::evaluate_examples(self, run, &learner.role, batch, 1.0)?;
         let of_step = |key| sums.get(key) / sums.get(STEPS).max(1.0);
         Ok(vec![(keys::EVAL_LOSS, of_step(keys::LOSS)), (keys::EVAL_ACCURACY, of_step(keys::ACCURACY))])
     }
 }
 
-impl Judge for StepReward {
+impl ExampleLoss for StepReward {
     /// Each placeholder predicts every reward token.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
         for &i in chosen {
             let of_step = |&(at, _): &Placed| self.rewards.iter().map(move |&reward| (at, reward));
-            packed.push_at(&batch.rows[i].tokens, batch.known[i].iter().flat_map(of_step));
+            packed.push_at(&batch.rows[i].tokens, batch.precomputed[i].iter().flat_map(of_step));
         }
         packed
     }
 
     /// The log-probabilities of the reward tokens of a step are consecutive, and on one rank.
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>) {
-        let steps_of =
-            |&i: &usize| packed.batch.known[i].iter().enumerate().map(move |(step, (_, wanted))| (i, step, wanted));
+    fn loss(&self, packed: &LossInput<Self>) -> (Vec<ExampleSums>, Vec<f32>) {
+        let steps_of = |&i: &usize| {
+            packed.batch.precomputed[i].iter().enumerate().map(move |(step, (_, wanted))| (i, step, wanted))
+        };
         let steps: Vec<(usize, usize, &Vec<f64>)> = packed.chosen.iter().flat_map(steps_of).collect();
-        let (mut judged, mut slopes) = (Vec::new(), Vec::with_capacity(packed.numbers.len()));
+        let (mut examples, mut slopes) = (Vec::new(), Vec::with_capacity(packed.numbers.len()));
         let rewards = steps.first().map_or(1, |(.., wanted)| wanted.len());
         for (logprobs, indices) in packed.numbers.chunks(rewards).zip(packed.row.row_indices.chunks(rewards)) {
             let (row, step, wanted) = steps[indices[0] / rewards];
@@ -118,15 +119,15 @@ impl Judge for StepReward {
                 (STEPS, 1.0),
                 (REWARD, p[0]),
             ];
-            judged.push((row, step, Sums::of(of_step)));
+            examples.push((row, step, Sums::from_list(of_step)));
         }
-        (judged, slopes)
+        (examples, slopes)
     }
 
     /// Each step with the text up to its placeholder.
-    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)> {
-        let Minibatch { rows, known, tokenizer, .. } = batch;
-        let (row, placed) = (&rows[judged[0].0], &known[judged[0].0]);
+    fn read(batch: &Minibatch<Self>, examples: &[&ExampleSums]) -> Result<(u64, String, EvalResponses)> {
+        let Minibatch { rows, precomputed, tokenizer, .. } = batch;
+        let (row, placed) = (&rows[examples[0].0], &precomputed[examples[0].0]);
         let mut from = 0;
         let text_to = |(at, _): &Placed| {
             let tokens = &row.tokens[from..=*at as usize];
@@ -135,7 +136,7 @@ impl Judge for StepReward {
         };
         let steps: Vec<String> = placed.iter().map(text_to).collect::<Result<_>>()?;
         let labels = row.labels[..steps.len()].iter().map(|label| json!(label)).collect();
-        let rewards = judged.iter().map(|(.., of_step)| of_step.get(REWARD)).collect();
+        let rewards = examples.iter().map(|(.., of_step)| of_step.get(REWARD)).collect();
         Ok((row.id, tokenizer.decode_prompt(&row.tokens)?, EvalResponses::Steps { steps, labels, rewards }))
     }
 }

@@ -34,7 +34,7 @@ pub type Numbers = Vec<(&'static str, f64)>;
 pub trait Method: Sized {
     type Row: Row;
     /// The precomputed values that rows are compared with.
-    type Known: Default;
+    type Precomputed: Default;
     /// Whether models score rows before anything is learned from them.
     const SCORES: bool = false;
 
@@ -55,8 +55,8 @@ pub trait Method: Sized {
     fn new(config: &Config, frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self>;
 
     /// Prepares rows before `role` learns from them or is evaluated on them. All ranks call this.
-    fn known(&mut self, _: &Run, _role: &Role, _: &mut [Self::Row], _: &mut Phases) -> Result<Self::Known> {
-        Ok(Self::Known::default())
+    fn precompute(&mut self, _: &Run, _role: &Role, _: &mut [Self::Row], _: &mut Phases) -> Result<Self::Precomputed> {
+        Ok(Self::Precomputed::default())
     }
 
     /// One optimizer step. All ranks call this.
@@ -75,7 +75,7 @@ pub struct Minibatch<'a, M: Method> {
     pub rows: &'a [M::Row],
     /// Pretraining rows, learned together with the others if the job has any.
     pub texts: &'a [SftRow],
-    pub known: M::Known,
+    pub precomputed: M::Precomputed,
     pub tokenizer: &'a Tokenizer,
 }
 
@@ -152,10 +152,10 @@ impl<M: Method> Job for Supervised<M> {
         let [samples, ..] = M::shape(&run.config);
         let drawn = source.next(samples).and_then(|rows| Ok((rows, source.pretrain(step.number, samples)?)));
         let (mut rows, texts) = run.ranks.all.agree(drawn)?;
-        let known = method.known(run, &learner.role, &mut rows, &mut step.phases)?;
+        let precomputed = method.precompute(run, &learner.role, &mut rows, &mut step.phases)?;
         phase::set(step.number, phase::Phase::Train);
         let (timers, batch) =
-            (&mut step.timers, Minibatch { step: step.number, rows: &rows, texts: &texts, known, tokenizer });
+            (&mut step.timers, Minibatch { step: step.number, rows: &rows, texts: &texts, precomputed, tokenizer });
         let update = || timers.train(|| method.update(run, learner, &batch));
         let numbers = step.phases.time(Phase::Train, update)?;
         run.has_learned = true;
@@ -179,8 +179,8 @@ impl<M: Method> Job for Supervised<M> {
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        let known = method.known(run, &learner.role, &mut rows, &mut Phases::start())?;
-        let batch = Minibatch { step, rows: &rows, texts: &[], known, tokenizer };
+        let precomputed = method.precompute(run, &learner.role, &mut rows, &mut Phases::start())?;
+        let batch = Minibatch { step, rows: &rows, texts: &[], precomputed, tokenizer };
         let mut numbers = method.evaluate(run, learner, &batch)?;
         let seconds = start.elapsed().as_secs_f64();
         numbers.extend([(keys::EVAL_SAMPLES, rows.len() as f64), (keys::EVAL_TIME_S, seconds)]);
@@ -195,23 +195,23 @@ pub fn mean_std(state: &Value) -> Result<Option<(f32, f32)>> {
 
 /// A method whose loss needs the outputs of several tokens before any derivative: log-probabilities of the tokens that
 /// a packed row predicts, or scores of a value head.
-pub trait Judge: Method {
+pub trait ExampleLoss: Method {
     /// Packs the rows `chosen`, one after the other.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow;
 
     /// Returns the sums that this rank counts, and the derivatives of the loss by its own outputs.
-    fn judge(&self, packed: &Judging<Self>) -> (Vec<Judged>, Vec<f32>);
+    fn loss(&self, packed: &LossInput<Self>) -> (Vec<ExampleSums>, Vec<f32>);
 
-    /// Returns id, prompt and responses of a held-out row with the example results `judged`.
-    fn read(batch: &Minibatch<Self>, judged: &[&Judged]) -> Result<(u64, String, EvalResponses)>;
+    /// Returns id, prompt and responses of a held-out row with the example results `examples`.
+    fn read(batch: &Minibatch<Self>, examples: &[&ExampleSums]) -> Result<(u64, String, EvalResponses)>;
 }
 
 /// Sums of one example: (row index in the minibatch, index in the row, sums). The sums are its share of the loss, its
 /// margin, whether it is right, and the additional counts of the method.
-pub type Judged = (usize, usize, Sums);
+pub type ExampleSums = (usize, usize, Sums);
 
 /// A packed row of a minibatch, with the model's outputs.
-pub struct Judging<'a, M: Method> {
+pub struct LossInput<'a, M: Method> {
     pub run: &'a Run,
     pub batch: &'a Minibatch<'a, M>,
     /// The weight of each example's loss.
@@ -225,25 +225,25 @@ pub struct Judging<'a, M: Method> {
     pub numbers: Vec<f32>,
 }
 
-impl<M: Judge> Judging<'_, M> {
+impl<M: ExampleLoss> LossInput<'_, M> {
     /// Evaluates rows of `N` sequences each. `judge` returns the sums of the row at an index, from the outputs of each
     /// sequence, and the derivative of its loss by each of them. Ranks of a ring compute the same, and the first one
     /// counts it.
     pub fn rows<const N: usize>(
         &self,
         judge: impl Fn(usize, [&[f32]; N]) -> (Sums, [f64; N]),
-    ) -> (Vec<Judged>, Vec<f32>) {
+    ) -> (Vec<ExampleSums>, Vec<f32>) {
         let sequence = &self.run.ranks.axes.sequence;
         let numbers = self.whole.gather(sequence, &self.numbers);
-        let (mut judged, mut slopes) = (Vec::new(), vec![0.0; numbers.len()]);
+        let (mut examples, mut slopes) = (Vec::new(), vec![0.0; numbers.len()]);
         for (&i, ends) in self.chosen.iter().zip(self.whole.row_offsets.windows(N + 1).step_by(N)) {
             let (of_row, by_number) = judge(i, std::array::from_fn(|k| &numbers[ends[k]..ends[k + 1]]));
             for (ends, slope) in ends.windows(2).zip(by_number) {
                 slopes[ends[0]..ends[1]].fill((self.weight * slope) as f32);
             }
-            judged.extend((sequence.rank() == 0).then_some((i, 0, of_row)));
+            examples.extend((sequence.rank() == 0).then_some((i, 0, of_row)));
         }
-        (judged, self.row.select(&slopes))
+        (examples, self.row.select(&slopes))
     }
 }
 
@@ -256,7 +256,7 @@ fn numbers(model: &Transformer, w: &Weights, hidden: &Tensor, row: &PackedRow) -
 }
 
 /// One optimizer step on rows, each of whose losses has this weight. Returns sums over all ranks. All ranks call this.
-pub fn update<M: Judge>(
+pub fn update<M: ExampleLoss>(
     method: &M,
     run: &Run,
     learner: &mut Learner,
@@ -267,9 +267,9 @@ pub fn update<M: Judge>(
     let sums = accumulate(learner, axes, &lengths(batch.rows), tokens_max, 1, |learner, chosen, _| {
         let whole = &method.pack(batch, chosen);
         let row = &whole.shard(&axes.sequence);
-        let judged = learner.backward(row, |model, w, hidden, grads| {
+        let examples = learner.backward(row, |model, w, hidden, grads| {
             let numbers = numbers(model, w, hidden, row);
-            let (judged, slopes) = method.judge(&Judging { run, batch, weight, chosen, whole, row, numbers });
+            let (examples, slopes) = method.loss(&LossInput { run, batch, weight, chosen, whole, row, numbers });
             let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
                 dl.copy_from_slice(&slopes[range]);
             };
@@ -279,9 +279,9 @@ pub fn update<M: Judge>(
                 }
                 Head::Value => model.values_backward(w, hidden, &row.rows, &slopes, grads),
             };
-            (dhidden, judged)
+            (dhidden, examples)
         });
-        Sums::total(judged.iter().map(|(.., of)| of))
+        Sums::total(examples.iter().map(|(.., of)| of))
     });
     let part = |chosen: &[usize]| method.pack(batch, chosen).shard(&axes.sequence);
     learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
@@ -290,34 +290,34 @@ pub fn update<M: Judge>(
 
 /// Evaluates held-out rows and records the first of them. Returns the result of each row and the sums over all rows, in
 /// the order of the rows. All ranks call this.
-pub fn judged<M: Judge>(
+pub fn evaluate_examples<M: ExampleLoss>(
     method: &M,
     run: &mut Run,
     role: &Role,
     batch: &Minibatch<M>,
     weight: f64,
-) -> Result<(Vec<Judged>, Sums)> {
+) -> Result<(Vec<ExampleSums>, Sums)> {
     let [_, tokens_max, _] = M::shape(&run.config);
     let (model, w, here) = (&role.transformer, &role.weights, &*run);
-    let judged = evaluate(here, role, &lengths(batch.rows), tokens_max, |chosen| {
+    let examples = evaluate(here, role, &lengths(batch.rows), tokens_max, |chosen| {
         let whole = &method.pack(batch, chosen);
         let row = &whole.shard(&here.ranks.axes.sequence);
         let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
         let numbers = numbers(model, w, &hidden, row);
-        method.judge(&Judging { run: here, batch, weight, chosen, whole, row, numbers }).0
+        method.loss(&LossInput { run: here, batch, weight, chosen, whole, row, numbers }).0
     })?;
-    let mut in_order: Vec<&Judged> = judged.iter().collect();
+    let mut in_order: Vec<&ExampleSums> = examples.iter().collect();
     in_order.sort_by_key(|(row, example, _)| (*row, *example));
-    let record = |judged: &[&Judged]| {
-        let (row, prompt, responses) = M::read(batch, judged)?;
-        let margin = judged.iter().map(|(.., of)| of.get(keys::MARGIN_MEAN)).fold(f64::INFINITY, f64::min);
-        let correct = judged.iter().all(|(.., of)| of.get(keys::ACCURACY) > 0.0);
+    let record = |examples: &[&ExampleSums]| {
+        let (row, prompt, responses) = M::read(batch, examples)?;
+        let margin = examples.iter().map(|(.., of)| of.get(keys::MARGIN_MEAN)).fold(f64::INFINITY, f64::min);
+        let correct = examples.iter().all(|(.., of)| of.get(keys::ACCURACY) > 0.0);
         Ok(EvalRow { step: batch.step, row, prompt, responses, margin, correct })
     };
     let recorded = run.recorder.eval_rows(batch.step, in_order.chunk_by(|a, b| a.0 == b.0).map(record));
     run.ranks.all.agree(recorded)?;
     let sums = Sums::total(in_order.iter().map(|(.., of)| of));
-    Ok((judged, sums))
+    Ok((examples, sums))
 }
 
 /// Tokens of each row, all its sequences together.
@@ -347,7 +347,7 @@ pub fn evaluate_share<T>(
 ) -> Result<Vec<T>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
-    let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::of(role.arch()));
+    let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::from_arch(role.arch()));
     let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {

@@ -79,7 +79,7 @@ impl Update<'_> {
             sums.add(&self.gradient(learner, samples));
             let part = |rows: &[usize]| {
                 let (samples, texts) = split(samples, rows);
-                let mut row: PackedRow = samples.into_iter().map(Tokens::of).collect();
+                let mut row: PackedRow = samples.into_iter().map(Tokens::from_sample).collect();
                 for i in texts {
                     row.push(&self.texts[i].tokens, 1);
                 }
@@ -88,7 +88,7 @@ impl Update<'_> {
             learner.step_if_finite(self.axes, sums.get(loss), part)?;
             let report = learner.report;
             let of_step = [(steps, 1.0), (norm, report.grad_norm), (norm_max, report.grad_norm), (lr, report.lr)];
-            sums.add(&Sums::of(of_step));
+            sums.add(&Sums::from_list(of_step));
         }
         Ok(sums)
     }
@@ -153,7 +153,7 @@ impl Update<'_> {
         let [old_logprobs, .., weights] = &batch.columns;
         let learned = logprobs.iter().zip(old_logprobs).zip(weights).filter(|(_, w)| **w != 0.0);
         let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
-        Sums::of([
+        Sums::from_list([
             (keys::LOSS, found.loss),
             (keys::POLICY_LOSS, found.policy_loss),
             (POLICY_TOKENS, found.tokens as f64),
@@ -185,7 +185,7 @@ impl Update<'_> {
     }
 
     fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let whole: PackedRow = samples.iter().copied().map(Tokens::of).collect();
+        let whole: PackedRow = samples.iter().copied().map(Tokens::from_sample).collect();
         let row = &whole.shard(&self.axes.sequence);
         let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
         let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
@@ -201,7 +201,7 @@ impl Update<'_> {
             let found = value_loss(self.config.ppo.value_clip, &values, &old_values, &returns, &weights, &mut dvalues);
             (model.values_backward(w, hidden, &row.rows, &dvalues, grads), found)
         });
-        Sums::of([
+        Sums::from_list([
             (keys::VALUE_LOSS, found.loss),
             (VALUE_TOKENS, found.tokens as f64),
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
@@ -238,7 +238,7 @@ impl PolicyBatch {
         }
         let [old, of_reference] = [column(|s| &s.response.logprobs), column(|s| &s.ref_logprobs)];
         let columns = [old, of_reference, column(|s| &s.advantages), factors, weights];
-        Self { row: samples.iter().copied().map(Tokens::of).collect(), columns }
+        Self { row: samples.iter().copied().map(Tokens::from_sample).collect(), columns }
     }
 
     /// The part that belongs to the tokens predicted by the part `row` of the row.

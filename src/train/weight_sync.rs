@@ -42,7 +42,7 @@ impl WeightSync {
         }
         phases.time(Phase::Reshard, || match (actor, copy) {
             (Some(actor), _) => self.give(run, actor),
-            (None, Some(copy)) => self.take(copy),
+            (None, Some(copy)) => self.receive_weights(copy),
             (None, None) => {}
         });
     }
@@ -72,7 +72,7 @@ impl WeightSync {
         }
     }
 
-    fn take(&self, copy: &mut Role) {
+    fn receive_weights(&self, copy: &mut Role) {
         let stream = self.stream.as_ref().expect("ranks that sample receive");
         let receive = || {
             stream.submit(|group| {

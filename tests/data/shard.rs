@@ -211,7 +211,7 @@ fn a_hash_is_taken_again_where_a_file_changed_though_it_has_its_size_and_mtime()
     let dir = tempfile::tempdir().unwrap();
     let (path, cache) = (dir.path().join("a"), dir.path().join("inputs.json"));
     let hash = |hashes: &mut Hashes| {
-        let found = hashes.of(std::slice::from_ref(&path), &Group::one()).unwrap()[&path].clone();
+        let found = hashes.hash_files(std::slice::from_ref(&path), &Group::one()).unwrap()[&path].clone();
         hashes.save(&cache).unwrap();
         (found.bytes, found.xxh3, hashes.read_bytes)
     };

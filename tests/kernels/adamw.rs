@@ -27,11 +27,11 @@ fn wanted(len: usize, parts: &[(usize, f32)]) -> [Vec<f32>; 4] {
 
 /// With `skip` values before each run.
 fn check(len: usize, skip: usize, parts: &[(usize, f32)]) {
-    let [mut p, g, mut m, mut v] = state(len).map(|x| Memory::of(&[vec![0.0; skip], x].concat()));
+    let [mut p, g, mut m, mut v] = state(len).map(|x| Memory::from_values(&[vec![0.0; skip], x].concat()));
     let (mut w, range) = (Memory::scratch(2 * (skip + len)), skip..skip + len);
     let [to_p, to_m, to_v] = [&mut p, &mut m, &mut v].map(|x| x.view_mut(F32).part(range.clone()));
     let (from, to_w) = (g.view(F32).part(range.clone()), w.view_mut(Bf16).part(range));
-    adamw::step(to_p, from, to_m, to_v, to_w, &Decays::of(parts), &UPDATE);
+    adamw::step(to_p, from, to_m, to_v, to_w, &Decays::from_parts(parts), &UPDATE);
     let want = wanted(len, parts);
     for (name, (got, want)) in ["p", "g", "m", "v"].into_iter().zip([p, g, m, v].iter().zip(&want)) {
         assert_eq!(got.read::<f32>(skip + len)[skip..], want[..], "{name} of {len} from {skip}, {parts:?}");
@@ -44,7 +44,7 @@ fn a_moving_average_has_the_bits_of_the_cpu() {
     in_every_order(|| {
         for (len, skip) in [(0, 0), (1, 0), (2500, 0), (2500, 3)] {
             let (p, mut want) = (numbers(5, len), numbers(6, len));
-            let [from, mut to] = [&p, &want].map(|x| Memory::of(&[vec![0.0; skip], x.clone()].concat()));
+            let [from, mut to] = [&p, &want].map(|x| Memory::from_values(&[vec![0.0; skip], x.clone()].concat()));
             let range = skip..skip + len;
             adamw::average(from.view(F32).part(range.clone()), 0.992, to.view_mut(F32).part(range));
             ops::adamw::average(&p, 0.992, &mut want);

@@ -43,11 +43,11 @@ impl Case {
     pub fn new(rows: usize, shape: AttentionShape) -> Self {
         let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let q: Vec<f32> = numbers(1, rows * of_q).iter().map(|x| 3.0 * x).collect();
-        Self::of([q, numbers(2, rows * of_k), numbers(3, rows * of_k)], shape)
+        Self::with_values([q, numbers(2, rows * of_k), numbers(3, rows * of_k)], shape)
     }
 
-    pub fn of(values: [Vec<f32>; 3], shape: AttentionShape) -> Self {
-        let on_gpu = values.each_ref().map(|x| Memory::of(&bf16(x)));
+    pub fn with_values(values: [Vec<f32>; 3], shape: AttentionShape) -> Self {
+        let on_gpu = values.each_ref().map(|x| Memory::from_values(&bf16(x)));
         let [q, k, v] = values.map(|x| rounded(&x));
         Self { shape, q, k, v, on_gpu }
     }
@@ -62,7 +62,7 @@ impl Case {
     pub fn part(&self, rows: &[usize], key_rows: &[usize]) -> Self {
         let [of_q, of_k, _] = self.widths();
         let keys = |x| gathered(x, key_rows, of_k);
-        Self::of([gathered(&self.q, rows, of_q), keys(&self.k), keys(&self.v)], self.shape)
+        Self::with_values([gathered(&self.q, rows, of_q), keys(&self.k), keys(&self.v)], self.shape)
     }
 
     pub fn views(&self) -> [View<'_>; 3] {
@@ -85,8 +85,8 @@ impl Case {
 
     /// dq, dk and dv as bf16; o and d_o hold bf16 values.
     pub fn backward(&self, table: &SpanTable, o: &[f32], lse: &[f32], d_o: &[f32]) -> [Vec<f32>; 3] {
-        let [o, d_o] = [o, d_o].map(|x| Memory::of(&bf16(x)));
-        let (lse, mut delta) = (Memory::of(lse), Memory::scratch(lse.len() * 4));
+        let [o, d_o] = [o, d_o].map(|x| Memory::from_values(&bf16(x)));
+        let (lse, mut delta) = (Memory::from_values(lse), Memory::scratch(lse.len() * 4));
         attention_backward::delta(o.view(DType::Bf16), d_o.view(DType::Bf16), &self.shape, delta.view_mut(DType::F32));
         let [mut dq, mut dk, mut dv] = [&self.q, &self.k, &self.v].map(|x| Memory::scratch(x.len() * 2));
         let statistics = [lse.view(DType::F32), delta.view(DType::F32), d_o.view(DType::Bf16)];

@@ -28,7 +28,7 @@ fn runs_of_any_length_and_beginning_are_cast_and_added_whole() {
                         assert_eq!(into.view(to).to_f32()[..b.len()], want, "{len} {dtype:?} from {skip} to {to:?}");
                     }
                 }
-                let (from, mut into) = (Memory::of(&a), Memory::of(&b));
+                let (from, mut into) = (Memory::from_values(&a), Memory::from_values(&b));
                 copy::add(from.view(F32), into.view_mut(F32).part(range.clone()));
                 let mut want = b.clone();
                 want[range.clone()].iter_mut().zip(&a).for_each(|(b, a)| *b += a);
@@ -79,13 +79,13 @@ fn rows_are_gathered_and_what_comes_to_one_row_is_summed_and_rounded_once() {
                 let x = numbers(5, 7 * width);
                 let n = rows.len();
                 let mut y = Memory::scratch(2 * n * width);
-                copy::gather(on_gpu(Bf16, &x).view(Bf16), width, &Memory::of(&rows), y.view_mut(Bf16));
+                copy::gather(on_gpu(Bf16, &x).view(Bf16), width, &Memory::from_values(&rows), y.view_mut(Bf16));
                 let x = rounded(&x);
                 let row = |i: usize| rows[i / width] as usize * width + i % width;
                 let want: Vec<f32> = (0..n * width).map(|i| x[row(i)]).collect();
                 assert_eq!(y.view(Bf16).to_f32(), want, "{rows:?} of width {width}");
                 let mut back = Memory::zeros(2 * 7 * width);
-                copy::scatter(y.view(Bf16), width, &ScatterLists::of(&rows), back.view_mut(Bf16));
+                copy::scatter(y.view(Bf16), width, &ScatterLists::from_keys(&rows), back.view_mut(Bf16));
                 let mut sums = vec![0.0f32; 7 * width];
                 (0..n * width).for_each(|i| sums[row(i)] += want[i]);
                 assert_eq!(back.read::<u16>(7 * width), bf16(&sums), "{rows:?} of width {width}");

@@ -3,7 +3,7 @@
 //! The message names the failure, the GPU, the driver's message and the next action. Committed checkpoints can be
 //! resumed.
 
-use crate::jobs::{self, CONFIG, command, emulated, metrics, words};
+use crate::jobs::{self, CONFIG, command, emulated, metrics, output_text};
 use rlhf_hpc::device::cuda::embedded::CUBINS;
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,7 +33,7 @@ fn job(at: &Path, ranks: usize, name: &str, sets: &str, env: &[(&str, &str)]) ->
     let _ = fs::remove_file(&failed);
     let mut command = command(ranks, at, &format!("{JOB} job.dir={name} {sets}"));
     let done = command.env("EMULATED_FAILED", &failed).envs(env.iter().copied()).output().expect("it starts");
-    Ended { code: done.status.code(), said: words(&done), flat: jobs::flat(&done), failed: failed.exists() }
+    Ended { code: done.status.code(), said: output_text(&done), flat: jobs::flat(&done), failed: failed.exists() }
 }
 
 /// Two where something is of rank 1 alone.

@@ -112,7 +112,7 @@ impl<const N: usize> Pair<N> {
                 put(far, dtype, first * width, own);
                 rest = behind;
             }
-            Memory::of(&values)
+            Memory::from_values(&values)
         });
         Some(Self { tensors, rows: chosen, groups, far, near })
     }
@@ -183,5 +183,5 @@ fn holds<const N: usize>(
 }
 
 fn small(seed: u32, len: usize) -> Memory {
-    Memory::of(&bf16(&numbers(seed, len)))
+    Memory::from_values(&bf16(&numbers(seed, len)))
 }

@@ -128,7 +128,7 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
     let run = |m: usize, exact: bool, biased: bool| {
         let mut y = Written::new(4, m, n, n, DType::F32);
         let bias = biased.then(|| bias.memory.view(DType::Bf16));
-        let way = if exact { Way::Exact(Tile::of(m, n)) } else { Way::Chosen };
+        let way = if exact { Way::Exact(Tile::for_shape(m, n)) } else { Way::Chosen };
         forward(way, x.rows(0, m), w.matrix(), bias, Addend::Nothing, y.matrix());
         bits(&y.read())
     };

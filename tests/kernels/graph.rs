@@ -18,7 +18,7 @@ pub fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
 #[test]
 fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
     let (gpu, _one) = device();
-    let mut x = Memory::of(&[1.0f32; 512]);
+    let mut x = Memory::from_values(&[1.0f32; 512]);
     let args = [x.arg_mut(), x.arg_mut(), 512usize.into()];
     for grid in [[1, 65_536, 1], [1, 1, 65_536]] {
         refused("add_f32", || gpu.launch("add_f32", grid, 256, 0, &args));
@@ -34,8 +34,8 @@ fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
 #[test]
 fn graphs_that_take_turns_are_captured_once_and_write_in_the_same_memory_which_is_nobody_elses() {
     let (gpu, _one) = device();
-    let x = Memory::of(&numbers(7, LEN));
-    let mut y = Memory::of(&numbers(8, LEN));
+    let x = Memory::from_values(&numbers(7, LEN));
+    let mut y = Memory::from_values(&numbers(8, LEN));
     let (mut graphs, mut captured) = (Graphs::default(), 0);
     let mut in_use = Vec::new();
     for key in [1, 2, 1, 2] {
@@ -61,7 +61,7 @@ fn graphs_that_take_turns_are_captured_once_and_write_in_the_same_memory_which_i
         want = sums(between, &want);
     }
     assert_eq!(y.read::<f32>(LEN), want);
-    let others: Vec<Memory> = (0..4).map(|seed| Memory::of(&numbers(seed, LEN))).collect();
+    let others: Vec<Memory> = (0..4).map(|seed| Memory::from_values(&numbers(seed, LEN))).collect();
     graphs.replay(&1);
     assert_eq!(y.read::<f32>(LEN), sums(&twice, &want));
     for (seed, other) in others.iter().enumerate() {
@@ -75,7 +75,7 @@ fn graphs_that_take_turns_are_captured_once_and_write_in_the_same_memory_which_i
 #[test]
 fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
     let (gpu, _one) = device();
-    let mut x = Memory::of(&[1u32; 8]);
+    let mut x = Memory::from_values(&[1u32; 8]);
     let work = || {
         refused("an upload", || x.write(&[2u32; 8]));
         refused("a download", || drop(x.read::<u32>(8)));
@@ -113,7 +113,7 @@ fn large_copies_arrive_whole_and_their_source_may_change_at_once() {
     let mut x = Memory::scratch(4 * values.len());
     x.write(&values);
     values.fill(0);
-    let small = Memory::of(&values[..1000]);
+    let small = Memory::from_values(&values[..1000]);
     gpu.order(Stream::Compute, Stream::Tensor);
     gpu.wait_for(Stream::Tensor);
     assert!(x.read::<u32>(want.len()) == want, "values were lost on the way");

@@ -41,7 +41,7 @@ pub fn scene(name: &str, world: &World) {
 
 /// All ranks share each matrix.
 fn axes(world: &World) -> Axes {
-    let axes = Axes::of(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
+    let axes = Axes::split_mesh(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
     nccl::link(world, "tensor", &axes.tensor, Stream::Tensor);
     axes
 }
@@ -69,7 +69,7 @@ fn agreed(world: &World, outcome: &Outcome) {
 fn same_bits(world: &World) {
     let axes = axes(world);
     for arch in archs() {
-        let part = Part::of(&arch, &axes);
+        let part = Part::new(&arch, &axes);
         for (batch_max, requests) in [(7, requests(7, 14)), (3, requests(5, 9))] {
             let run = |graphs| part.run(&mut part.engine(batch_max, graphs), &requests);
             let (before, [by_graphs, ordinary]) = (gpu().counts.replayed.get(), [run(true), run(false)]);
@@ -99,7 +99,7 @@ fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
 /// One rank is asked to stop, then one rank's caller refuses a response: neither ends alone.
 fn ends_together(world: &World) {
     let axes = axes(world);
-    let part = Part::of(&archs()[0], &axes);
+    let part = Part::new(&archs()[0], &axes);
     let long = |i: usize| Request { new_tokens_min: 99, new_tokens_max: 5 + 45 * (i % 2), ..request(i, 50) };
     let requests: Vec<Request> = (0..4).map(long).collect();
     let whole = part.run(&mut part.engine(4, true), &requests);
@@ -131,10 +131,10 @@ fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step()
 fn moved(world: &World) {
     let axes = axes(world);
     let arch = &archs()[0];
-    let (mut part, requests) = (Part::of(arch, &axes), requests(4, 12));
+    let (mut part, requests) = (Part::new(arch, &axes), requests(4, 12));
     let mut engine = part.engine(4, true);
     let first = bits(&part.run(&mut engine, &requests));
-    let other = Part::of(arch, &axes);
+    let other = Part::new(arch, &axes);
     if world.rank == 0 {
         part = other;
     }
@@ -152,7 +152,7 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
     let group: Group = axes(world).tensor;
     let mut x = Tensor::from_slice(1, 8, &numbers(1, 8)).on(Device::Cuda, DType::F32);
     let mut graphs = Graphs::default();
-    let ((), calls) = Calls::of(|| graphs.capture((), || group.sum_slice(x.slice_mut())).expect("a graph"));
+    let ((), calls) = Calls::capture(|| graphs.capture((), || group.sum_slice(x.slice_mut())).expect("a graph"));
     (calls, graphs, x)
 }
 

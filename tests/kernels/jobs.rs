@@ -100,20 +100,20 @@ pub fn launched(ranks: usize) -> Command {
 }
 
 /// The messages of a command on standard error.
-pub fn words(done: &Output) -> String {
+pub fn output_text(done: &Output) -> String {
     String::from_utf8_lossy(&done.stderr).into_owned()
 }
 
 /// The same in one line, as words may be broken.
 pub fn flat(done: &Output) -> String {
-    words(done).split_whitespace().collect::<Vec<_>>().join(" ")
+    output_text(done).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Runs a command that must succeed. Returns its messages.
 pub fn well(command: &mut Command) -> String {
     let done = command.output().expect("it starts");
-    assert!(done.status.success(), "{command:?}: {}\n{}", done.status, words(&done));
-    words(&done)
+    assert!(done.status.success(), "{command:?}: {}\n{}", done.status, output_text(&done));
+    output_text(&done)
 }
 
 pub fn rlhf_hpc(dir: &Path, line: &str) {

@@ -111,7 +111,7 @@ impl Side {
         h.cuda_mut().write(&rounded(&numbers(seed, t * d)));
         let mut w = numbers(seed + 1, v * d);
         w.resize(Layout::Row.len(v, d), 0.0);
-        Self { h, w: Memory::of(&bf16(&w)) }
+        Self { h, w: Memory::from_values(&bf16(&w)) }
     }
 
     fn weight(&self, v: usize) -> Weight<'_> {

@@ -115,7 +115,7 @@ fn the_likeliest_targets_are_those_that_no_column_is_above() {
             case.values[0] = 21.5;
         }
         let (_, _, stats) = case.on_gpu(DType::F32, 0.9);
-        let mut found = Memory::of(&vec![f32::NAN; rows]);
+        let mut found = Memory::from_values(&vec![f32::NAN; rows]);
         linear_logprob::top(&stats, 1.0 / 0.9, found.view_mut(DType::F32));
         for (i, (found, place)) in found.read::<f32>(rows).into_iter().zip(case.places()).enumerate() {
             let row = case.row(i);
@@ -151,7 +151,7 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
         let row = memory.view(DType::F32).part(4 * case.stride..5 * case.stride);
         let mut shifted = Memory::zeros(4 * (case.stride + 1));
         shifted.view_mut(DType::F32).part(1..1 + case.stride).copy_from(row);
-        let place = Memory::of(&places.read::<i32>(5)[4..]);
+        let place = Memory::from_values(&places.read::<i32>(5)[4..]);
         for values in [row, shifted.view(DType::F32).part(1..1 + case.stride)] {
             let mut alone = linear_logprob::stats_room(1);
             let logits = Matrix { values, rows: 1, width: case.v, stride: case.stride };
@@ -198,7 +198,7 @@ pub fn of_parts(logits: Matrix, ends: &[usize], inverse_temperature: f32, places
     let parts: Vec<Memory> = (0..ends.len()).map(part).collect();
     let all: Vec<[f32; 4]> = parts.iter().flat_map(|part| part.read(rows)).collect();
     let mut stats = linear_logprob::stats_room(rows);
-    linear_logprob::combine(&Memory::of(&all), ends.len(), rows, &mut stats);
+    linear_logprob::combine(&Memory::from_values(&all), ends.len(), rows, &mut stats);
     (stats, parts)
 }
 
@@ -226,7 +226,7 @@ fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
 /// The gradient as bf16 bits.
 fn gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize, d: &[Vec<f32>; 2]) -> Vec<u16> {
     let (memory, places, stats) = case.on_gpu(dtype, temperature);
-    let [dlogprobs, dentropy] = d.each_ref().map(|d| Memory::of(d));
+    let [dlogprobs, dentropy] = d.each_ref().map(|d| Memory::from_values(d));
     let mut out = Memory::scratch(2 * case.rows * dstride);
     linear_logprob::gradient(
         case.logits(&memory, dtype),

@@ -17,7 +17,8 @@ fn places(rows: usize, v: usize) -> Vec<usize> {
 
 fn stats(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &[usize]) -> Vec<[u32; 4]> {
     let (rows, v) = (h.len() / k, w.len() / k);
-    let (h, w, places) = (Memory::of(&bf16(h)), Memory::of(&bf16(w)), linear_logprob::places(places, v));
+    let (h, w, places) =
+        (Memory::from_values(&bf16(h)), Memory::from_values(&bf16(w)), linear_logprob::places(places, v));
     let mut scratch = Memory::scratch(fused::scratch_bytes(rows, v));
     let mut stats = linear_logprob::stats_room(rows);
     let (h, w) = (h.view(DType::Bf16), w.view(DType::Bf16));
@@ -28,7 +29,8 @@ fn stats(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &[usi
 /// The statistics of stored logits, those of the exact product.
 fn of_stored(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &[usize]) -> Vec<[u32; 4]> {
     let (rows, v) = (h.len() / k, w.len() / k);
-    let (h, w, places) = (Memory::of(&bf16(h)), Memory::of(&bf16(w)), linear_logprob::places(places, v));
+    let (h, w, places) =
+        (Memory::from_values(&bf16(h)), Memory::from_values(&bf16(w)), linear_logprob::places(places, v));
     let stride = v.next_multiple_of(8);
     let mut logits = Memory::scratch(4 * rows * stride);
     let (h, w) = (Matrix::new(h.view(DType::Bf16), rows, k), Matrix::new(w.view(DType::Bf16), v, k));

@@ -78,7 +78,7 @@ fn config(ppo: PpoConfig) -> Config {
 /// The rows of each micro-batch of a minibatch.
 fn microbatches(config: &Config, samples: &[&Experience]) -> Vec<Vec<usize>> {
     let lengths: Vec<usize> = samples.iter().map(|sample| sample.length()).collect();
-    balance::plan(&lengths, 1, config.ppo.microbatch_tokens_max, &Cost::of(&llama())).swap_remove(0)
+    balance::plan(&lengths, 1, config.ppo.microbatch_tokens_max, &Cost::from_arch(&llama())).swap_remove(0)
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn scoring_tells_the_numbers_of_a_microbatch_when_the_next_is_under_way() {
     let axes = Axes::one();
     let samples = samples();
     let [actor, critic] = [Head::LanguageModel, Head::Value].map(|head| learner(head, &Config::default(), &axes).role);
-    let rows: Vec<Tokens> = samples.iter().map(Tokens::of).collect();
+    let rows: Vec<Tokens> = samples.iter().map(Tokens::from_sample).collect();
     let (waits, scored) = waited(gpu, || score::logprobs(&actor, &axes, &rows, 0.9, 24));
     let (of_critic, values) = waited(gpu, || score::values(&critic, &axes, &rows, 24));
     // Behind the last micro-batch there is none.
@@ -137,7 +137,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
     let len = Layout::Row.len(v, d);
     let mut head = numbers(2, v * d);
     head.resize(len, 0.0);
-    let head = Memory::of(&bf16(&head));
+    let head = Memory::from_values(&bf16(&head));
     let w = Weight { n: v, k: d, layout: Layout::Row, values: Slice::Cuda(head.view(DType::Bf16)) };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let (old, advantages) = (numbers(3, t).iter().map(|x| x - 4.6).collect::<Vec<_>>(), numbers(4, t));

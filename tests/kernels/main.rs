@@ -125,8 +125,8 @@ pub fn bf16(values: &[f32]) -> Vec<u16> {
 /// `values` on the GPU, as a dtype has them.
 pub fn on_gpu(dtype: DType, values: &[f32]) -> Memory {
     match dtype {
-        DType::F32 => Memory::of(values),
-        DType::Bf16 => Memory::of(&bf16(values)),
+        DType::F32 => Memory::from_values(values),
+        DType::Bf16 => Memory::from_values(&bf16(values)),
     }
 }
 

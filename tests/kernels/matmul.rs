@@ -54,7 +54,7 @@ pub struct Bf16Matrix {
 impl Bf16Matrix {
     pub fn new(seed: u32, rows: usize, width: usize, stride: usize) -> Self {
         let values = rounded(&numbers(seed, rows * width));
-        let memory = Memory::of(&apart(&bf16(&values), width, stride, NAN));
+        let memory = Memory::from_values(&apart(&bf16(&values), width, stride, NAN));
         Self { rows, width, stride, values, memory }
     }
 

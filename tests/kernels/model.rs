@@ -42,7 +42,7 @@ fn both(arch: &Arch) -> [(Transformer, Weights); 2] {
     let rounded = init::init(arch, head, DType::Bf16, SEED);
     let mut on_cpu = Weights::scratch(table.clone(), DType::F32, &Shards::new(&table, &Axes::one(), 0));
     on_cpu.store_master(0..table.len(), &rounded.to_master(0..table.len()));
-    [on_gpu, on_cpu].map(|weights| (Transformer::over(arch, &weights.table, &Axes::one()), weights))
+    [on_gpu, on_cpu].map(|weights| (Transformer::for_axes(arch, &weights.table, &Axes::one()), weights))
 }
 
 fn tokens(n: usize) -> Vec<u32> {
@@ -103,7 +103,7 @@ pub fn follow_the_cpu(ends: &[usize]) {
 /// The gradients of a model on the GPU, given that of its hidden states over rows that end at `ends`.
 pub fn gradients(arch: &Arch, ends: &[usize], recompute: bool) -> Vec<f32> {
     let w = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, SEED, TensorPart::whole());
-    let model = Transformer::over(arch, &w.table, &Axes::one());
+    let model = Transformer::for_axes(arch, &w.table, &Axes::one());
     let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
     let mut saved = Saved::new(recompute);
     let hidden = model.forward(&w, &tokens(t), &positions, Keys::Packed(ends.into()), Some(&mut saved));

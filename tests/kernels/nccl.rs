@@ -88,7 +88,7 @@ fn same_bits(both: &Both) {
     }
     for len in [4 * size, 5003, 64 * size] {
         let x = values(rank, len);
-        let flat = || Flat::Cuda(Memory::of(&x), DType::F32);
+        let flat = || Flat::Cuda(Memory::from_values(&x), DType::F32);
         for cuts in cuts(len, size) {
             let own = cuts[rank].clone();
             // Sums are of equal shares; gathers are of any.
@@ -108,7 +108,7 @@ fn same_bits(both: &Both) {
                 x.slice(0..len).to_host()
             });
             both.agree(&format!("weights over {cuts:?}"), |group| {
-                let mut x = Memory::of(&bf16(&x));
+                let mut x = Memory::from_values(&bf16(&x));
                 group.gather_view(&mut x.view_mut(DType::Bf16), &cuts);
                 x.read::<u16>(len)
             });
@@ -145,7 +145,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
         bits(&receive)
     });
     both.agree("a run that begins anywhere", |group| {
-        let mut x = Memory::of(&values(rank, 99));
+        let mut x = Memory::from_values(&values(rank, 99));
         group.sum_slice(SliceMut::Cuda(x.view_mut(DType::F32).part(3..80)));
         x.read::<u32>(99)
     });
@@ -166,7 +166,7 @@ fn streams(world: &World) {
     let (rank, size, len) = (world.rank, world.size, 1024 * world.size);
     let ranges: Vec<Range<usize>> = (0..size).map(|r| 1024 * r..1024 * (r + 1)).collect();
     let job = |from: usize| {
-        let (mut x, ranges) = (Flat::Cuda(Memory::of(&values(rank + from, len)), DType::F32), ranges.clone());
+        let (mut x, ranges) = (Flat::Cuda(Memory::from_values(&values(rank + from, len)), DType::F32), ranges.clone());
         stream.submit(move |group| {
             group.gather_slice(x.all_mut(), &ranges);
             x
@@ -180,13 +180,13 @@ fn streams(world: &World) {
     }
     // What nobody waits for gives its memory back when it is dropped, not before.
     drop(job(0));
-    let (mut before, ranges) = (Flat::Cuda(Memory::of(&values(rank, len)), DType::F32), ranges);
+    let (mut before, ranges) = (Flat::Cuda(Memory::from_values(&values(rank, len)), DType::F32), ranges);
     let pending = stream.submit(move |group| group.gather_slice(before.all_mut(), &ranges));
     assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
     pending.wait();
     assert_eq!(cuda::gpu().usage().in_use, held);
     // What was sent is what stood there when the job was submitted, and what it brings is there for what follows.
-    let block = Arc::new(Memory::of(&values(rank, len)));
+    let block = Arc::new(Memory::from_values(&values(rank, len)));
     let pass = |block: &Arc<Memory>| {
         let (block, mut received) = (block.clone(), Memory::scratch(4 * len));
         stream.submit(move |group| {
@@ -205,7 +205,7 @@ fn streams(world: &World) {
     assert_eq!((own, second.wait().view(DType::F32).to_f32()), (before(1), before(2)));
     assert!(zeros.read::<f32>(len).iter().all(|x| *x == 0.0));
     // Whoever is waited for first, a job sends what the compute stream wrote before.
-    let (from, mut sent) = (Memory::of(&values(rank, len)), Memory::zeros(4 * len));
+    let (from, mut sent) = (Memory::from_values(&values(rank, len)), Memory::zeros(4 * len));
     sent.view_mut(DType::F32).copy_from(from.view(DType::F32));
     let third = pass(&Arc::new(sent));
     cuda::gpu().wait_for(cuda::Stream::Zero);

@@ -9,7 +9,7 @@ fn sums_of_squares_have_the_bits_of_the_cpu() {
     in_every_order(|| {
         for len in [0, 1, 31, 256, 300, 4096, 4097, 9000] {
             let x = numbers(1, len + 3);
-            let on_gpu = Memory::of(&x);
+            let on_gpu = Memory::from_values(&x);
             for block in [32, 100, 4096] {
                 let mut sums = Memory::zeros(8 * len.div_ceil(block));
                 norm::sums_into(on_gpu.view(F32).part(3..len + 3), block, &mut sums, 0);
@@ -27,7 +27,7 @@ fn sums_of_squares_have_the_bits_of_the_cpu() {
 fn sums_of_several_runs_are_those_of_each_and_are_waited_for_once() {
     let (gpu, _one) = crate::device();
     let x = numbers(3, 3000);
-    let on_gpu = Memory::of(&x);
+    let on_gpu = Memory::from_values(&x);
     let ranges = [0..1024, 1024..1024, 1024..1030, 1030..3000, 7..8];
     let on_gpu = ranges.clone().map(|range| Slice::Cuda(on_gpu.view(F32).part(range)));
     let on_cpu = ranges.map(|range| Slice::F32(&x[range]));

@@ -22,7 +22,7 @@ fn spoil() {
     for seed in 0..3 {
         let mut other = Memory::scratch(4 * LEN);
         other.view_mut(DType::F32).clear();
-        add(&Memory::of(&numbers(90 + seed, LEN)), &mut other);
+        add(&Memory::from_values(&numbers(90 + seed, LEN)), &mut other);
     }
 }
 
@@ -30,11 +30,11 @@ fn spoil() {
 fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
     let (gpu, _one) = device();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let (once, x) = (sums(&a, &b), Memory::of(&a));
-    let mut y = Memory::of(&b);
+    let (once, x) = (sums(&a, &b), Memory::from_values(&a));
+    let mut y = Memory::from_values(&b);
     add(&x, &mut y);
     let before = gpu.usage();
-    let mut host_copy = HostCopy::of(&mut y);
+    let mut host_copy = HostCopy::offload_from(&mut y);
     assert_eq!((before.in_use - gpu.usage().in_use).next_multiple_of(512), (4 * LEN).next_multiple_of(512));
     assert_eq!(gpu.usage().pinned - before.pinned, 4 * LEN);
     spoil();
@@ -86,11 +86,11 @@ fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
     let (gpu, _one) = device();
     gpu.trim();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
-    let x = Memory::of(&a);
-    let (mut y, mut z) = (Memory::of(&b), Memory::of(&b));
+    let x = Memory::from_values(&a);
+    let (mut y, mut z) = (Memory::from_values(&b), Memory::from_values(&b));
     add(&x, &mut y);
     let left = format!("{:?}", y.arg());
-    let mut host_copy = HostCopy::of(&mut y);
+    let mut host_copy = HostCopy::offload_from(&mut y);
     add(&x, &mut z);
     gpu.wait();
     if is_late() {
@@ -156,7 +156,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
     assert_eq!(here.bytes(), away.bytes());
     let [mut w_here, mut w_away] = [(); 2].map(|()| Memory::zeros(2 * len));
     for update in 0..3 {
-        let grads = Memory::of(&numbers(20 + update, len));
+        let grads = Memory::from_values(&numbers(20 + update, len));
         let in_use = gpu.usage().in_use;
         for (zero, w) in [(&mut here, &mut w_here), (&mut away, &mut w_away)] {
             // What is there of the state while it is updated: some neighbours.
@@ -173,7 +173,7 @@ fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
     master(&mut stays);
     stays.keep_resident();
     for update in 0..3 {
-        let grads = Memory::of(&numbers(20 + update, len));
+        let grads = Memory::from_values(&numbers(20 + update, len));
         update_all(&mut stays, &units, &mut w_stays, &grads);
         let before = gpu.usage().in_use;
         if update > 0 {

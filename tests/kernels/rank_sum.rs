@@ -25,10 +25,10 @@ fn parts_are_added_in_the_order_of_ranks() {
                 each[1..].iter().fold(first, |sum, part| sum.iter().zip(of(part)).map(|(a, b)| a + b).collect())
             };
             let at = |values| Parts { values, stride, rank, ranks };
-            let (all_f32, mut x) = (Memory::of(&all), Memory::of(&each[rank]));
+            let (all_f32, mut x) = (Memory::from_values(&all), Memory::from_values(&each[rank]));
             rank_sum::in_order(at(all_f32.view(F32)), x.view_mut(F32));
             assert_eq!(x.read::<f32>(len), sum(&<[f32]>::to_vec), "{len} of {ranks}");
-            let (all_bf16, mut x) = (Memory::of(&bf16(&all)), Memory::of(&bf16(&each[rank])));
+            let (all_bf16, mut x) = (Memory::from_values(&bf16(&all)), Memory::from_values(&bf16(&each[rank])));
             rank_sum::in_order(at(all_bf16.view(Bf16)), x.view_mut(Bf16));
             assert_eq!(x.read::<u16>(len), bf16(&sum(&rounded)), "{len} of {ranks} in {:?}", DType::Bf16);
         }
@@ -49,7 +49,7 @@ fn a_tree_adds_neighbours_first() {
             [(1, 0, 5, 5), (2, 0, 300, 257), (4, 3, 64, 64), (16, 5, 40, 33), (8, 0, 4, 0)]
         {
             let (each, all) = parts(ranks, rank, stride, len);
-            let (all, mut x) = (Memory::of(&all), Memory::of(&each[rank]));
+            let (all, mut x) = (Memory::from_values(&all), Memory::from_values(&each[rank]));
             rank_sum::in_tree(Parts { values: all.view(F32), stride, rank, ranks }, x.view_mut(F32));
             assert_eq!(x.read::<f32>(len), tree(&each), "{len} of {ranks}");
         }

@@ -28,10 +28,10 @@ fn weights(arch: &Arch, part: TensorPart) -> Weights {
 
 /// The weights of a rank of `axes` at a stage, and the model over them.
 fn held(arch: &Arch, axes: &Axes, stage: usize) -> (Transformer, Weights) {
-    let weights = weights(arch, TensorPart::of(&axes.tensor));
+    let weights = weights(arch, TensorPart::from_group(&axes.tensor));
     let shards = Shards::new(&weights.table, axes, stage);
     let weights = sharded(&weights, &shards);
-    (Transformer::over(arch, &weights.table, axes), weights)
+    (Transformer::for_axes(arch, &weights.table, axes), weights)
 }
 
 /// Joins the GPUs of those axes that are named.
@@ -56,11 +56,11 @@ pub fn scene(world: &World) {
     for (arch, joined) in [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [false, true])] {
         // Where sequences alone are cut, weights lie as over data.
         for (mesh, stage) in layouts(world).into_iter().filter(|(mesh, _)| mesh.sequence == 1 || mesh.tensor > 1) {
-            let axes = Axes::of(&world.group(), &mesh);
+            let axes = Axes::split_mesh(&world.group(), &mesh);
             join(world, &axes, joined);
             let (transformer, weights) = held(&arch, &axes, stage);
             for rollout in &rollouts(world) {
-                let to = TensorPart::of(&rollout.tensor);
+                let to = TensorPart::from_group(&rollout.tensor);
                 let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
                 let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
                 let copied = || [gpu().counts.up.get(), gpu().counts.down.get()];

@@ -25,10 +25,10 @@ pub struct Part {
 }
 
 impl Part {
-    pub fn of(arch: &Arch, axes: &Axes) -> Self {
-        let part = TensorPart::of(&axes.tensor);
+    pub fn new(arch: &Arch, axes: &Axes) -> Self {
+        let part = TensorPart::from_group(&axes.tensor);
         let weights = init::init_on(Device::Cuda, arch, Head::LanguageModel, DType::Bf16, 11, part);
-        Self { transformer: Transformer::over(arch, &weights.table, axes), weights }
+        Self { transformer: Transformer::for_axes(arch, &weights.table, axes), weights }
     }
 
     pub fn config(&self, batch_max: usize, pages: usize, graphs: bool) -> RolloutConfig {
@@ -69,7 +69,7 @@ impl Part {
 }
 
 fn tiny(arch: &Arch) -> Part {
-    Part::of(arch, &Axes::one())
+    Part::new(arch, &Axes::one())
 }
 
 /// Request `i`: sample `i % 3` of a prompt that three share, with parameters, stops and lengths of its own.
@@ -97,7 +97,7 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         keeps_mask: false,
         rng: None,
         step: None,
-        begun: None,
+        partial: None,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
-use crate::jobs::{CONFIG, assert_same, calls, command, emulated, metrics, number, prepared, well, with, words};
+use crate::jobs::{CONFIG, assert_same, calls, command, emulated, metrics, number, output_text, prepared, well, with};
 use crate::on_a_real_gpu;
 use serde_json::json;
 use std::path::Path;
@@ -46,7 +46,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
     ] {
         let refused = format!("{offload} job.dir=refused mesh.arena_bytes_max={}", limit as u64);
         let done = job(&refused).output().expect("it starts");
-        let text = words(&done);
+        let text = output_text(&done);
         assert_eq!(done.status.code(), Some(2), "{text}");
         let who = text.contains("weights of the actor ") && text.contains("mesh.offload");
         assert!(text.contains(said) && who, "{limit}: {text}");

@@ -1,7 +1,7 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
 use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{SOUND, command, command_on, prepare, with, words};
+use crate::jobs::{SOUND, command, command_on, output_text, prepare, with};
 use crate::{device, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -33,7 +33,7 @@ fn verb(at: &Path, verb: &str, model: &str, input: &str, fault: usize, more: &st
 }
 
 fn lines(done: &Output) -> Vec<Value> {
-    assert!(done.status.success(), "{}", words(done));
+    assert!(done.status.success(), "{}", output_text(done));
     let text = String::from_utf8_lossy(&done.stdout);
     text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
@@ -42,8 +42,8 @@ fn lines(done: &Output) -> Vec<Value> {
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &str) -> [Vec<Value>; 2] {
     let on = |device: &str| verb(at, name, model, input, SOUND, &format!("{more} --device {device}"));
     let (gpu, cpu) = (on("gpu --no-check"), on("cpu"));
-    assert!(words(&gpu).contains(" in bf16, kernels not checked (--no-check)"), "{}", words(&gpu));
-    assert!(words(&cpu).contains(" in f32\n"), "{}", words(&cpu));
+    assert!(output_text(&gpu).contains(" in bf16, kernels not checked (--no-check)"), "{}", output_text(&gpu));
+    assert!(output_text(&cpu).contains(" in f32\n"), "{}", output_text(&cpu));
     [lines(&gpu), lines(&cpu)]
 }
 
@@ -152,7 +152,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     // Rows that are longer than that, too.
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
     let memory = |done: &Output| {
-        let said = words(done);
+        let said = output_text(done);
         let told = said.lines().find_map(|line| line.strip_suffix(" of GPU memory")).map(String::from);
         told.unwrap_or_else(|| panic!("{said}")).rsplit(", ").next().map(String::from)
     };
@@ -206,7 +206,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers() {
     let wrong = "the kernels of this GPU failed the self-test against the CPU: ";
     for (name, device) in [("generate", "--device gpu"), ("logprobs", "--device gpu"), ("logprobs", "")] {
         let done = run(name, hidden, device);
-        let said = words(&done);
+        let said = output_text(&done);
         assert!(done.status.code() == Some(1) && said.contains(wrong) && said.contains("the hidden state"), "{said}");
         assert!(said.contains("--no-check") && said.contains("--device cpu") && !said.contains("job."), "{said}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
@@ -215,7 +215,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers() {
     let right = run("logprobs", SOUND, "");
     assert_ne!(lines(&run("logprobs", hidden, "--no-check")), lines(&right));
     let done = run("generate", draws, "--device gpu");
-    assert!(done.status.code() == Some(1) && words(&done).contains(OF_STARTS[2].1), "{}", words(&done));
+    assert!(done.status.code() == Some(1) && output_text(&done).contains(OF_STARTS[2].1), "{}", output_text(&done));
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_t
         ("--dtype f32", "error: GPUs do not support --dtype f32".to_string()),
     ] {
         let done = run(options);
-        let said = words(&done);
+        let said = output_text(&done);
         assert!(done.status.code() == Some(2) && said.contains(&why) && said.contains("--device cpu"), "{said}");
     }
 }
@@ -247,7 +247,7 @@ fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leave
     }
     let arch = arch(CONFIG);
     let weights = init::init_on(Device::Cuda, &arch, Head::LanguageModel, DType::Bf16, 1, TensorPart::whole());
-    let transformer = Transformer::over(&arch, &weights.table, &Axes::one());
+    let transformer = Transformer::for_axes(&arch, &weights.table, &Axes::one());
     let config = RolloutConfig { response_tokens_max: 6, repetition_penalty: 1.2, ..RolloutConfig::default() };
     let prompts: Vec<_> = rows(&[100; 24])
         .into_iter()

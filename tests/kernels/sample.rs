@@ -13,12 +13,12 @@ const BORDER: f32 = 1e-5;
 
 /// Samples on the GPU from rows of `v` logits that are `stride` apart.
 fn on_gpu(logits: View, stride: usize, v: usize, ends: &[i32], rows: &[SampleRow]) -> Vec<Sampled> {
-    let drawn = sample::forward(logits, [stride, v], &Memory::of(ends), &Rows::of(rows));
+    let drawn = sample::forward(logits, [stride, v], &Memory::from_values(ends), &Rows::from_rows(rows));
     sample::unpacked(&drawn.read::<f32>(sample::SAMPLED * rows.len())).collect()
 }
 
 fn draw(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
-    on_gpu(Memory::of(logits).view(DType::F32), v, v, &[v as i32], rows)
+    on_gpu(Memory::from_values(logits).view(DType::F32), v, v, &[v as i32], rows)
 }
 
 fn on_cpu(logits: &[f32], v: usize, rows: &[SampleRow]) -> Vec<Sampled> {
@@ -147,7 +147,7 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
     let (v, count, stride) = (5001, 8, 5008);
     let lists = lists(count, v);
     let rows = rows(&lists, &numbers(1, count), |i| SampleParams { temperature: 0.7, ..params(i) });
-    let memory = Memory::of(&logits(2, count * stride, 8.0));
+    let memory = Memory::from_values(&logits(2, count * stride, 8.0));
     // Parts of several spans of 2048: a span's sums lie where those of the part before did.
     for ends in [&[5001][..], &[1999, 4096, 5001], &[2100, 4300, 5001]] {
         let on_host: Vec<i32> = ends.iter().map(|end| *end as i32).collect();

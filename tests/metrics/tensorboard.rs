@@ -12,7 +12,7 @@ fn line(step: u64) -> Line {
 fn varint(bytes: &mut &[u8]) -> u64 {
     let mut value = 0;
     for shift in (0..64).step_by(7) {
-        let byte = take(bytes, 1)[0];
+        let byte = take_bytes(bytes, 1)[0];
         value |= u64::from(byte & 0x7f) << shift;
         if byte < 0x80 {
             break;
@@ -21,7 +21,7 @@ fn varint(bytes: &mut &[u8]) -> u64 {
     value
 }
 
-fn take<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
+fn take_bytes<'a>(bytes: &mut &'a [u8], n: usize) -> &'a [u8] {
     let (head, rest) = bytes.split_at(n);
     *bytes = rest;
     head
@@ -34,11 +34,11 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, Vec<u8>)> {
         let key = varint(&mut bytes);
         let value = match key & 7 {
             0 => varint(&mut bytes).to_le_bytes().to_vec(),
-            1 => take(&mut bytes, 8).to_vec(),
-            5 => take(&mut bytes, 4).to_vec(),
+            1 => take_bytes(&mut bytes, 8).to_vec(),
+            5 => take_bytes(&mut bytes, 4).to_vec(),
             _ => {
                 let n = varint(&mut bytes) as usize;
-                take(&mut bytes, n).to_vec()
+                take_bytes(&mut bytes, n).to_vec()
             }
         };
         fields.push((key >> 3, value));
@@ -56,9 +56,9 @@ pub fn shown(dir: &Path) -> Values {
         let bytes = fs::read(path).unwrap();
         let mut rest = &bytes[..];
         while !rest.is_empty() {
-            let length = u64::from_le_bytes(take(&mut rest, 12)[..8].try_into().unwrap());
-            let event = fields(take(&mut rest, length as usize));
-            take(&mut rest, 4);
+            let length = u64::from_le_bytes(take_bytes(&mut rest, 12)[..8].try_into().unwrap());
+            let event = fields(take_bytes(&mut rest, length as usize));
+            take_bytes(&mut rest, 4);
             let step = event.iter().find(|(field, _)| *field == 2).map_or(0, |(_, step)| step[0].into());
             for (field, content) in &event {
                 if *field == 7 {

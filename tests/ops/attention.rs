@@ -54,11 +54,11 @@ impl Case {
     fn new(shape: AttentionShape, lengths: &[usize]) -> Self {
         let ends = cumulated(lengths);
         let tokens = ends[lengths.len()];
-        Self { ends, ..Self::of(shape, tokens, tokens) }
+        Self { ends, ..Self::random(shape, tokens, tokens) }
     }
 
     /// A case with this many rows and keys.
-    pub fn of(shape: AttentionShape, rows: usize, keys: usize) -> Self {
+    pub fn random(shape: AttentionShape, rows: usize, keys: usize) -> Self {
         let (wide, narrow) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         let (q, d_o) = (tensor(1, rows, wide, 1.5), tensor(4, rows, wide, 1.0));
         Self { shape, ends: Vec::new(), q, k: tensor(2, keys, narrow, 1.5), v: tensor(3, keys, narrow, 1.0), d_o }

@@ -50,7 +50,7 @@ fn forward_equals_the_f64_product_for_every_shape_and_dtype() {
         let (x, w, bias) = (numbers.tensor(m, k), Matrix::rounded(n, k, &mut numbers), numbers.vec(n));
         let before = numbers.tensor(m, n);
         for dtype in [DType::F32, DType::Bf16] {
-            let (weight, product) = (w.of(dtype), f64_product(&used(&x, dtype), &w.rows, m, n, k));
+            let (weight, product) = (w.weight(dtype), f64_product(&used(&x, dtype), &w.rows, m, n, k));
             let mut y = Tensor::from_slice(m, n, &vec![f32::NAN; m * n]);
             forward(&x, weight, None, &mut y, Into::Overwrite);
             assert_near(&format!("{m} {n} {k} {dtype:?}"), y.data(), &product, tolerance(k));
@@ -106,7 +106,7 @@ fn backward_input_equals_the_f64_product() {
         let before = numbers.tensor(m, k);
         let transposed: Vec<f32> = (0..n * k).map(|i| w.rows[i % n * k + i / n]).collect();
         for dtype in [DType::F32, DType::Bf16] {
-            let (weight, expected) = (w.of(dtype), f64_product(&used(&dy, dtype), &transposed, m, k, n));
+            let (weight, expected) = (w.weight(dtype), f64_product(&used(&dy, dtype), &transposed, m, k, n));
             for level in Level::available() {
                 let mut dx = Tensor::from_slice(m, k, &vec![f32::NAN; m * k]);
                 with_level(level, || backward_input(&dy, weight, &mut dx, Into::Overwrite));
@@ -158,7 +158,7 @@ fn gradients_have_the_same_bits_on_any_number_of_threads_and_any_level() {
                 let mut dx = Tensor::scratch(m, k);
                 let mut dw = vec![0.0; w.panels.len()];
                 let view = WeightMut { n, k, layout: Layout::Panel, values: (&mut dw).into() };
-                backward_input(&dy, w.of(dtype), &mut dx, Into::Overwrite);
+                backward_input(&dy, w.weight(dtype), &mut dx, Into::Overwrite);
                 backward_weight(&dy, &x, view, dtype);
                 vec![dx.data().to_vec(), dw]
             });

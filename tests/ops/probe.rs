@@ -78,7 +78,7 @@ impl Matrix {
         Weight { n: self.n, k: self.k, layout: Layout::Panel, values: Slice::Bf16(&self.halves) }
     }
 
-    pub fn of(&self, dtype: DType) -> Weight<'_> {
+    pub fn weight(&self, dtype: DType) -> Weight<'_> {
         if dtype == DType::Bf16 { self.bf16() } else { self.f32() }
     }
 }

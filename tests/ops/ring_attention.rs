@@ -71,7 +71,7 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
         for (rank, from) in (0..size).flat_map(|rank| (0..size).map(move |from| (rank, from))) {
             let (queries, keys) = (zigzag::pieces(ENDS, rank, size), zigzag::pieces(ENDS, from, size));
             let (at, key_at) = (places(&queries), places(&keys));
-            let case = Case::of(shape, at.len(), key_at.len());
+            let case = Case::random(shape, at.len(), key_at.len());
             let passes = zigzag::passes(&queries, &keys, &shape);
             check(&case, &format!("rank {rank} of {size}, keys of {from}"), &passes, &at, &key_at);
         }
@@ -82,7 +82,7 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
 fn neither_threads_nor_instructions_change_a_bit() {
     for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
         let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
-        let case = Case::of(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
+        let case = Case::random(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
         let passes = zigzag::passes(&queries, &keys, &shape);
         same_on_threads_and_levels(&format!("{shape:?}"), || {
             let output = forward(&case, &passes);
@@ -96,6 +96,6 @@ fn neither_threads_nor_instructions_change_a_bit() {
 #[should_panic(expected = "Span")]
 fn a_span_outside_of_the_block_is_refused() {
     let shape = shape(2, 1, 8, None);
-    let case = Case::of(shape, 4, 4);
+    let case = Case::random(shape, 4, 4);
     forward(&case, &[vec![Span { row: 0, tokens: 4, past: 0, key_row: 1, keys: 4 }]]);
 }

@@ -76,7 +76,7 @@ fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_pe
                 keeps_mask: false,
                 rng: None,
                 step: None,
-                begun: None,
+                partial: None,
             };
             let requests: Vec<Request> = (0..best.len() as u32).map(request).collect();
             let mut hooks = Hooks::default();

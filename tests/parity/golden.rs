@@ -57,10 +57,10 @@ pub struct Model {
 impl Model {
     pub fn load(name: &str, head: Head, dtype: DType) -> Self {
         let (arch, weights) = load::load(Device::Cpu, &directory(name), head, dtype, 0).unwrap();
-        Self::of(name, &arch, weights)
+        Self::new(name, &arch, weights)
     }
 
-    pub fn of(name: &str, arch: &Arch, weights: Weights) -> Self {
+    pub fn new(name: &str, arch: &Arch, weights: Weights) -> Self {
         let golden = Golden::read(name);
         let transformer = Transformer::new(arch, &weights.table);
         let tokens = golden.integers("tokens");

@@ -114,8 +114,8 @@ fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
     let mut config = sft(DType::F32, Recompute::None, rows.len());
     config.sft.microbatch_tokens_max = 4096;
     let lengths: Vec<usize> = rows.iter().map(|row| row.all()).collect();
-    let cut = balance::plan(&lengths, 1, 4096, &Cost::of(&arch)).swap_remove(0);
+    let cut = balance::plan(&lengths, 1, 4096, &Cost::from_arch(&arch)).swap_remove(0);
     assert!(cut.len() > 2, "several micro-batches");
     let cut: Vec<Vec<usize>> = cut.into_iter().map(|rows| rows.into_iter().map(|i| lengths[i]).collect()).collect();
-    check(&config, Rows::of(&config, &train::shape(&config), arch.context, &rows, &[]), &cut, "mixed lengths");
+    check(&config, Rows::from_tokens(&config, &train::shape(&config), arch.context, &rows, &[]), &cut, "mixed lengths");
 }

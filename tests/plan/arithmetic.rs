@@ -51,7 +51,7 @@ fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take
     // Decoding reads the weights once a token step and wave, and each sample's cache.
     let kv = chosen.main().memory.kv.expect("a cache");
     assert_eq!((kv.token_bytes, kv.samples), (524_288, 64));
-    let weights = 2.0 * (layers + 4096.0 * 32_000.0) * 1023.0 * kv.waves as f64;
+    let weights = 2.0 * (layers + 4096.0 * 32_000.0) * 1023.0 * kv.batches as f64;
     let cached = 64.0 * 1023.0 * 524_288.0 * (1024.0 + 1023.0 / 2.0);
     let floor = chosen.floor_of(Stage::Decode);
     assert!((floor - (weights + cached) / 2.039e12).abs() < 0.01 * floor, "{floor}");

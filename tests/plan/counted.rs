@@ -41,7 +41,7 @@ fn the_forward_of_a_reward_model_is_counted_on_the_ranks_that_hold_it() {
     // Reference and critic have the shape of the reward model, and the reward model sees the same tokens.
     let (of_reward, of_others) = (scored(time, "gemm of reward models"), scored(time, "gemm"));
     assert!((2.0 * of_reward / of_others - 1.0).abs() < 0.05, "{of_reward} and {of_others}");
-    assert!(with.of(Stage::Scoring) > 1.2 * without.of(Stage::Scoring));
+    assert!(with.seconds_of(Stage::Scoring) > 1.2 * without.seconds_of(Stage::Scoring));
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\", \"critic\"], ranks = \"0..1\" }, \
                  { roles = [\"reward\"], ranks = \"1..2\" }]";
     let apart = chosen(&[place], &archs(&small(), true), 2);
@@ -106,7 +106,7 @@ fn the_memory_of_every_recipe_has_owners_that_the_tables_know() {
             fs::create_dir_all(model).expect("made");
             fs::write(model.join("config.json"), small().to_string()).expect("written");
         }
-        config.settle_on(DeviceName::Cpu);
+        config.resolve_device(DeviceName::Cpu);
         config.set_microbatches(microbatch::ENOUGH);
         let mut archs = train::planned_archs(&config, None).unwrap_or_else(|e| panic!("{}: {e}", recipe.display()));
         if train::shape(&config).has_rollout() {

@@ -30,7 +30,7 @@ fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Me
 }
 
 /// Bytes in one phase of the owners whose names begin so.
-fn of(memory: &Memory, phase: Phase, owner: &str) -> usize {
+fn bytes_of(memory: &Memory, phase: Phase, owner: &str) -> usize {
     memory.peaks[&phase].parts.iter().filter(|(name, _)| name.starts_with(owner)).map(|(_, bytes)| bytes).sum()
 }
 
@@ -58,12 +58,12 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
         let share = |sharded: bool, n: usize| if sharded { n / ranks } else { n };
         for stage in 0..4 {
             let found = count(&config, &archs, &layout(mesh, stage), &a800());
-            let state = of(&found, Phase::Load, STATE);
+            let state = bytes_of(&found, Phase::Load, STATE);
             assert!(near(state, 12 * share(stage >= 1, learned)), "state at stage {stage} on {ranks}: {state}");
-            let weights = of(&found, Phase::Load, WEIGHTS);
+            let weights = bytes_of(&found, Phase::Load, WEIGHTS);
             assert!(near(weights, 2 * share(stage == 3, all)), "weights at stage {stage} on {ranks}: {weights}");
             // In the fullest moment of training, units that are added to come on top.
-            let gradients = of(&found, Phase::Train, GRADIENTS);
+            let gradients = bytes_of(&found, Phase::Train, GRADIENTS);
             let kept = 4 * share(stage >= 2, learned);
             let units = if stage >= 2 && ranks > 1 { 2 * 4 * largest_unit(&archs) } else { 0 };
             assert!(
@@ -81,14 +81,14 @@ fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_
     let kv = |more: &[&str]| count(&job(more), &archs, &layout, &a800()).kv.expect("a cache");
     let all = kv(&["rollout.kv_bytes_max=100000000000"]);
     // A GiB for each sample of 2048 tokens.
-    assert_eq!((all.at_once, all.waves, all.bytes, all.bytes_wanted), (64, 1, 64 << 30, 64 << 30));
+    assert_eq!((all.at_once, all.batches, all.bytes, all.bytes_wanted), (64, 1, 64 << 30, 64 << 30));
     let half = kv(&["rollout.kv_bytes_max=40000000000"]);
     // All whole pages of 16 MiB that were given.
-    assert_eq!((half.at_once, half.waves, half.bytes), (37, 2, 2384 << 24));
-    assert_eq!(kv(&["rollout.batch_max=16"]).waves, 4);
+    assert_eq!((half.at_once, half.batches, half.bytes), (37, 2, 2384 << 24));
+    assert_eq!(kv(&["rollout.batch_max=16"]).batches, 4);
     // The engine fills the batch, and the last wave is what is left.
     let most = kv(&["rollout.batch_max=40"]);
-    assert_eq!((most.at_once, most.waves, most.bytes), (40, 2, 40 << 30));
+    assert_eq!((most.at_once, most.batches, most.bytes), (40, 2, 40 << 30));
     // A run accepts a cache that holds 64 pages of 32 tokens, 16 MiB each, for its longest row, and so does the plan.
     for (bytes, fits) in [(1usize << 30, true), ((1 << 30) - 1, false)] {
         let found = count(&job(&[&format!("rollout.kv_bytes_max={bytes}")]), &archs, &layout, &a800());
@@ -100,15 +100,15 @@ fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_
 fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
     let (config, archs) = (job(&["rollout.kv_bytes_max=10000000000"]), archs(&llama2_7b(), false));
     let plain = layout(Mesh::data_only(16), 1);
-    let swapped = Layout { swap: Swap::of(&[Offload::Optimizer, Offload::Roles]), ..plain };
+    let swapped = Layout { swap: Swap::from_offload(&[Offload::Optimizer, Offload::Roles]), ..plain };
     let [plain, swapped] = [plain, swapped].map(|layout| count(&config, &archs, &layout, &a800()));
-    let rollout = |m: &Memory, owner| of(m, Phase::Rollout, owner);
+    let rollout = |m: &Memory, owner| bytes_of(m, Phase::Rollout, owner);
     assert!(rollout(&plain, STATE) > 0 && rollout(&swapped, STATE) == 0);
     assert!(rollout(&swapped, WEIGHTS) < rollout(&plain, WEIGHTS));
     let train = |m: &Memory| m.peaks[&Phase::Train].bytes;
     assert!(train(&swapped) < train(&plain), "one learner's state comes back at a time");
-    assert_eq!(of(&swapped, Phase::Load, STATE), 0, "it is never whole on the GPU");
-    assert_eq!(of(&swapped, Phase::Checkpoint, STATE), 0, "it is saved from the host's memory");
+    assert_eq!(bytes_of(&swapped, Phase::Load, STATE), 0, "it is never whole on the GPU");
+    assert_eq!(bytes_of(&swapped, Phase::Checkpoint, STATE), 0, "it is saved from the host's memory");
     assert!(swapped.host > 20 * plain.host.max(1 << 20), "{} and {}", swapped.host, plain.host);
 }
 
@@ -116,9 +116,9 @@ fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
 fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
     let (config, archs) = (job(&["model.dtype=f32"]), archs(&small(), false));
     let plain = layout(Mesh::data_only(1), 1);
-    let away = Layout { swap: Swap::of(&[Offload::Optimizer]), ..plain };
+    let away = Layout { swap: Swap::from_offload(&[Offload::Optimizer]), ..plain };
     let [plain, away] = [plain, away].map(|layout| count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)));
-    let saved = |m: &Memory| of(m, Phase::Checkpoint, STATE);
+    let saved = |m: &Memory| bytes_of(m, Phase::Checkpoint, STATE);
     let actor = 4 * table(archs.actor(), Head::LanguageModel, 1).len();
     assert!(near(saved(&away), actor), "the larger learner's first moment, or its second");
     assert!(saved(&plain) > 3 * actor, "two learners, two moments");
@@ -133,7 +133,7 @@ fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_e
         (Mesh { tensor: 2, ..Mesh::data_only(8) }, 3),
     ] {
         let found = count(&config, &archs, &layout(mesh, stage), &a800());
-        let gathered = [Phase::Load, Phase::Checkpoint].map(|phase| of(&found, phase, "gathered units"));
+        let gathered = [Phase::Load, Phase::Checkpoint].map(|phase| bytes_of(&found, phase, "gathered units"));
         assert_eq!(gathered[0], 0, "{mesh:?}, stage {stage}: each rank reads its part of the files");
         let units = 2 * 3 * largest_unit(&archs);
         assert!(gathered[1] <= units, "{mesh:?}, stage {stage}: {} of {units}", gathered[1]);
@@ -152,7 +152,7 @@ fn an_actor_with_ranks_of_its_own_answers_in_batches_and_caches_one_of_them() {
         count(&config, &archs, &layout, &Device::cpu(1 << 40, 1)).kv.expect("a cache")
     };
     let (together, apart) = (kv(&[]), kv(&[place]));
-    assert_eq!((together.samples, together.at_once, together.waves), (64, 64, 1));
-    assert_eq!((apart.samples, apart.at_once, apart.waves), (16, 16, 1), "a batch of four");
+    assert_eq!((together.samples, together.at_once, together.batches), (64, 64, 1));
+    assert_eq!((apart.samples, apart.at_once, apart.batches), (16, 16, 1), "a batch of four");
     assert_eq!((apart.bytes * 4, apart.bytes_wanted * 4), (together.bytes, together.bytes_wanted));
 }

@@ -66,10 +66,10 @@ fn exports(world: &World) {
         }
         world.group().barrier();
         for (i, (mesh, stage)) in layouts.iter().enumerate() {
-            let axes = Axes::of(&world.group(), mesh);
+            let axes = Axes::split_mesh(&world.group(), mesh);
             let mut roles = vec![load(&axes, *stage)];
             if head == Head::LanguageModel {
-                let made = init::init_on(Device::Cpu, &arch, head, dtype, seed, TensorPart::of(&axes.tensor));
+                let made = init::init_on(Device::Cpu, &arch, head, dtype, seed, TensorPart::from_group(&axes.tensor));
                 let shards = Shards::new(&made.table, &axes, *stage);
                 roles.push(Role::new("actor", Path::new(""), &arch, sharded(&made, &shards), &axes));
             }
@@ -119,7 +119,7 @@ fn reads(world: &World) {
     let cache = root.path().join("inputs.json");
     for files_read in [paths.len(), 0] {
         let (mut hashes, before) = (Hashes::read(&cache), read_so_far());
-        let found = hashes.of(&paths, &group).expect("they are there");
+        let found = hashes.hash_files(&paths, &group).expect("they are there");
         let mut read = [(read_so_far() - before) as f64];
         group.all_reduce_sum_f64(&mut read);
         let least = files_read * BYTES;
@@ -127,7 +127,7 @@ fn reads(world: &World) {
         assert_eq!(hashes.read_bytes, least as u64);
         let different: HashSet<&str> = found.values().map(|file| file.xxh3.as_str()).collect();
         assert_eq!(different.len(), paths.len(), "files of other bytes");
-        let alone = Hashes::default().of(&paths, &Group::one()).expect("they are there");
+        let alone = Hashes::default().hash_files(&paths, &Group::one()).expect("they are there");
         assert_eq!(found, alone, "the same on any number of ranks");
         if world.rank == 0 {
             hashes.save(&cache).expect("writes");
@@ -140,7 +140,7 @@ fn reads(world: &World) {
     group.barrier();
     // The smallest comes last.
     let reader = format!("rank {} (", (paths.len() - 1) % world.size);
-    let error = Hashes::default().of(&paths, &group).expect_err("a file is gone");
+    let error = Hashes::default().hash_files(&paths, &group).expect_err("a file is gone");
     assert_eq!(error.kind, Kind::Io);
     assert!(error.message.starts_with(&reader) && error.message.contains("rows-1.jsonl"), "{error}");
 }

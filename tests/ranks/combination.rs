@@ -70,7 +70,7 @@ fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[u
     let (samples, want) = (samples(LENGTHS), alone(arch, &config));
     let (family, mut largest) = (arch.family.name, 0.0f64);
     for (mesh, stages) in layouts {
-        let axes = Axes::of(&world.group(), mesh);
+        let axes = Axes::split_mesh(&world.group(), mesh);
         for &stage in *stages {
             config.gradient.recompute = (stage % 2 == 1).into();
             let got = update(arch, &config, &samples, &axes, stage);

@@ -102,7 +102,7 @@ pub struct Setting {
 impl Setting {
     pub fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Result<Learner> {
         let name = if self.head == Head::Value { "critic" } else { "actor" };
-        let part = TensorPart::of(&axes.tensor);
+        let part = TensorPart::from_group(&axes.tensor);
         let weights = init::init_on(Device::Cpu, &self.arch, self.head, self.dtype, seed, part);
         let shards = Shards::new(&weights.table, axes, stage);
         let role = Role::new(name, Path::new(""), &self.arch, sharded(&weights, &shards), axes);

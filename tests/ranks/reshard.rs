@@ -40,7 +40,7 @@ fn whole(arch: &Arch, dtype: DType, seed: u64, part: TensorPart) -> Weights {
 }
 
 fn role((arch, dtype): &(Arch, DType), seed: u64, axes: &Axes, stage: usize) -> Role {
-    let weights = whole(arch, *dtype, seed, TensorPart::of(&axes.tensor));
+    let weights = whole(arch, *dtype, seed, TensorPart::from_group(&axes.tensor));
     let shards = Shards::new(&weights.table, axes, stage);
     Role::new("actor", Path::new("none"), arch, sharded(&weights, &shards), axes)
 }
@@ -50,10 +50,10 @@ fn moves(world: &World) {
     let (rollouts, models, layouts) = (rollouts(world), models(), layouts(world));
     let cases = models.iter().enumerate().flat_map(|(i, model)| layouts.iter().map(move |layout| (i, model, layout)));
     for (i, model, &(mesh, stage)) in cases.filter(|(_, model, (mesh, _))| model.0.check_tensor(mesh.tensor).is_ok()) {
-        let axes = Axes::of(&world.group(), &mesh);
+        let axes = Axes::split_mesh(&world.group(), &mesh);
         let mut actor = role(model, 7, &axes, stage);
         for rollout in rollouts.iter().filter(|rollout| model.0.check_tensor(rollout.tensor.size()).is_ok()) {
-            let to = TensorPart::of(&rollout.tensor);
+            let to = TensorPart::from_group(&rollout.tensor);
             let what = format!("{} {:?}, {mesh} stage {stage} to tensor {}", model.0.family.name, model.1, to.size);
             let sampler = RolloutWeights::new(&actor, &axes, rollout).expect("a legal layout");
             for seed in if i == 0 { 8..=9 } else { 8..=8 } {
@@ -89,10 +89,10 @@ fn frugal(world: &World) {
     let arch = arch("llama", &json!({"vocab_size": 301, "num_hidden_layers": 24}));
     for dtype in [DType::F32, DType::Bf16] {
         for (mesh, stage) in layouts(world) {
-            let axes = Axes::of(&world.group(), &mesh);
+            let axes = Axes::split_mesh(&world.group(), &mesh);
             let actor = role(&(arch.clone(), dtype), 7, &axes, stage);
             for rollout in &rollouts(world) {
-                let to = TensorPart::of(&rollout.tensor);
+                let to = TensorPart::from_group(&rollout.tensor);
                 let reshard = Reshard::new(&actor.transformer, &actor.weights.table, &axes, to);
                 // All ranks allocate; none begins before all have measured what was there.
                 world.group().barrier();

@@ -63,7 +63,7 @@ fn compare(what: &str, arch: &Arch, dtype: DType, axes: &Axes, lengths: &[usize]
 }
 
 fn on_tensor_ranks(world: &World, dtype: DType, tolerance: f64) {
-    let axes = Axes::of(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
+    let axes = Axes::split_mesh(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
     for (name, arch) in cut_shapes(world.size) {
         compare(name, &arch, dtype, &axes, &[20, 1, 40], tolerance);
     }
@@ -84,7 +84,7 @@ const LENGTHS: &[&[usize]] = &[&[1, 3, 90, 0, 2, 33, 5], &[1], &[2, 1, 5, 13], &
 
 /// With a window shorter than any piece, one that spans a few, and one longer than most sequences.
 fn rings(world: &World) {
-    let axes = Axes::of(&world.group(), &Mesh { sequence: world.size, ..Mesh::data_only(1) });
+    let axes = Axes::split_mesh(&world.group(), &Mesh { sequence: world.size, ..Mesh::data_only(1) });
     let windows = [4, 25, 100].map(|window| ("mistral", json!({"sliding_window": window})));
     for (family, keys) in windows.into_iter().chain(["llama", "qwen3"].map(|family| (family, json!({})))) {
         for lengths in LENGTHS {

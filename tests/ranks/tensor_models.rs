@@ -60,8 +60,8 @@ pub struct Passed {
 
 impl Side {
     pub fn new(arch: &Arch, dtype: DType, axes: &Axes) -> Self {
-        let weights = weights(Device::Cpu, arch, Head::LanguageModel, dtype, 7, TensorPart::of(&axes.tensor));
-        Self { transformer: Transformer::over(arch, &weights.table, axes), weights, axes: axes.clone() }
+        let weights = weights(Device::Cpu, arch, Head::LanguageModel, dtype, 7, TensorPart::from_group(&axes.tensor));
+        Self { transformer: Transformer::for_axes(arch, &weights.table, axes), weights, axes: axes.clone() }
     }
 
     pub fn part(&self, row: &PackedRow) -> PackedRow {

@@ -66,7 +66,7 @@ fn responses(side: &Side, config: &RolloutConfig) -> Vec<Response> {
 /// This rank's part of a model, all ranks along the tensor axis; and the model on one rank.
 fn sides(world: &World, arch: &Arch, dtype: DType) -> [Side; 2] {
     let mesh = Mesh { tensor: world.size, ..Mesh::data_only(1) };
-    [Axes::of(&world.group(), &mesh), Axes::one()].map(|axes| Side::new(arch, dtype, &axes))
+    [Axes::split_mesh(&world.group(), &mesh), Axes::one()].map(|axes| Side::new(arch, dtype, &axes))
 }
 
 /// Same tokens; log-probabilities differ by rounding.

@@ -90,7 +90,7 @@ struct Outcome {
 }
 
 impl Outcome {
-    fn of(learner: &Learner, axes: &Axes, norms: Vec<f64>) -> Self {
+    fn from_learner(learner: &Learner, axes: &Axes, norms: Vec<f64>) -> Self {
         let vector = |what| whole(learner, what, axes).into_iter().flat_map(|(_, values)| values).collect();
         Self { vectors: Vector::ALL.map(vector), norms }
     }
@@ -104,7 +104,7 @@ impl Outcome {
 fn train(setting: &Setting, axes: &Axes, stage: usize, rows: usize) -> Outcome {
     let mut learner = learner(setting, axes, stage);
     let norms = (0..3).map(|_| update(setting, &mut learner, axes, rows)).collect();
-    let outcome = Outcome::of(&learner, axes, norms);
+    let outcome = Outcome::from_learner(&learner, axes, norms);
     if setting.dtype == DType::F32 {
         let flat = gathered(&learner.role, axes);
         let specs = learner.role.weights.table.specs().iter();
@@ -115,12 +115,12 @@ fn train(setting: &Setting, axes: &Axes, stage: usize, rows: usize) -> Outcome {
 }
 
 fn data_axes(world: &World) -> Axes {
-    Axes::of(&world.group(), &Mesh::data_only(world.size))
+    Axes::split_mesh(&world.group(), &Mesh::data_only(world.size))
 }
 
 /// Relative distances of moments to the reference's, and of weights by how far those moved.
 fn assert_close(setting: &Setting, got: &Outcome, want: &Outcome, bound: f64, what: &str) {
-    let before = Outcome::of(&learner(setting, &Axes::one(), 0), &Axes::one(), Vec::new());
+    let before = Outcome::from_learner(&learner(setting, &Axes::one(), 0), &Axes::one(), Vec::new());
     let distance = |a: &[f32], b: &[f32]| norm(a.iter().zip(b).map(|(a, b)| a - b));
     let moved = distance(&want.vectors[0], &before.vectors[0]);
     assert!(moved > 0.1, "{what}: weights moved by {moved}");
@@ -236,14 +236,14 @@ fn nan(world: &World) {
     for stage in STAGES {
         let mut learner = learner(&setting, &axes, stage);
         update(&setting, &mut learner, &axes, 11);
-        let before = Outcome::of(&learner, &axes, Vec::new());
+        let before = Outcome::from_learner(&learner, &axes, Vec::new());
         // Of one sample, which one rank has.
         let mut samples = minibatch(&learner, 11);
         samples[5].advantages[0] = f32::NAN;
         setting.gradient(&mut learner, &axes, &samples);
         let error = learner.step(&axes).expect_err("one rank's gradient is NaN");
         assert!(error.message.contains("the gradient of update 2 is not finite"), "{error}");
-        assert!(Outcome::of(&learner, &axes, Vec::new()).bits() == before.bits(), "stage {stage}");
+        assert!(Outcome::from_learner(&learner, &axes, Vec::new()).bits() == before.bits(), "stage {stage}");
         assert_eq!(learner.zero.updates, 1);
         // The next minibatch is as if nothing had been.
         let norm = update(&setting, &mut learner, &axes, 11);

@@ -24,10 +24,10 @@ class Lengths:
 "#;
 
 fn job(name: &str) -> Job {
-    of(name, Job::ppo(&format!("environment-{name}")))
+    with_environment(name, Job::ppo(&format!("environment-{name}")))
 }
 
-fn of(name: &str, job: Job) -> Job {
+fn with_environment(name: &str, job: Job) -> Job {
     let dir = place().join(format!("environment-{name}"));
     std::fs::create_dir_all(&dir).expect("a directory");
     std::fs::write(dir.join("env.py"), ENVIRONMENT).expect("writes");
@@ -69,7 +69,8 @@ fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
 
 #[test]
 fn turns_of_a_rollout_that_runs_ahead_are_alike_on_any_ranks_and_go_on_bitwise() {
-    let job = |name: &str, trains, samples| of(name, ahead(&format!("environment-{name}"), trains, samples));
+    let job =
+        |name: &str, trains, samples| with_environment(name, ahead(&format!("environment-{name}"), trains, samples));
     let whole = job("ahead", 1, 1).done();
     assert!(whole.numbers("reward/turns").iter().all(|turns| *turns > 1.5), "{:?}", whole.numbers("reward/turns"));
     let wide = job("ahead-wide", 1, 2).done();

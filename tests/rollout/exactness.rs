@@ -151,7 +151,7 @@ fn prompts_that_begin_alike_share_pages_and_give_what_each_gives_alone() {
         let config = RolloutConfig { prefill_tokens_max, ..config(20, 2) };
         let requests = requested(&tiny.transformer, &prompts, &config);
         let outcome = run(&tiny, &config, &requests, None).expect("a rollout");
-        let (read, found) = (331 + 3 * 64, outcome.found_tokens);
+        let (read, found) = (331 + 3 * 64, outcome.prefix_hit_tokens);
         assert_eq!((outcome.prompt_tokens, found), (2 * 331, read), "two pages of three prompts, and second samples");
         let mut alone = prompts.iter().flat_map(|prompt| responses(&tiny, &config, std::slice::from_ref(prompt)));
         for (i, response) in outcome.complete().expect("all").into_iter().enumerate() {

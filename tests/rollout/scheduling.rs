@@ -204,7 +204,7 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
         let shared = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).with_head(100).held_back().run();
         shared.assert_complete();
         assert_eq!(shared.scheduler.preemptions(), 0, "case {number}: {limits:?}");
-        assert_eq!(shared.fed + shared.scheduler.found_tokens(), done.fed + done.scheduler.found_tokens());
+        assert_eq!(shared.fed + shared.scheduler.prefix_hit_tokens(), done.fed + done.scheduler.prefix_hit_tokens());
     }
 }
 
@@ -247,7 +247,7 @@ fn pages_that_prompts_begin_with_in_common_are_read_once() {
         let done = Rehearsal::new(&specs, &[5; 14], limits).with_head(70).run();
         done.assert_complete();
         let found = 3 * 64 + 32 + prompts.iter().sum::<usize>();
-        assert_eq!(done.scheduler.found_tokens(), found, "batch {batch_max}");
+        assert_eq!(done.scheduler.prefix_hit_tokens(), found, "batch {batch_max}");
         assert_eq!(done.fed, 2 * prompts.iter().sum::<usize>() + 14 * 4 - found, "batch {batch_max}");
     }
 }

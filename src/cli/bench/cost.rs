@@ -29,7 +29,7 @@ pub struct Work {
 
 impl Work {
     /// Work with GEMMs only, or with no FLOPs at all.
-    pub fn of(bytes: f64, flops: f64) -> Self {
+    pub fn from_bytes(bytes: f64, flops: f64) -> Self {
         Self { products: flops, attention: 0.0, bytes }
     }
 

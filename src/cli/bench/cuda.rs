@@ -76,5 +76,5 @@ fn noise(len: usize) -> [Memory; 3] {
         .collect();
     let narrow = |size: f32| values.iter().map(|x| half::bf16::from_f32(size * (2.0 * x - 1.0)).to_bits()).collect();
     let [large, small]: [Vec<u16>; 2] = [1.0, 0.04].map(narrow);
-    [Memory::of(&large), Memory::of(&values), Memory::of(&small)]
+    [Memory::from_values(&large), Memory::from_values(&values), Memory::from_values(&small)]
 }

@@ -51,7 +51,7 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
         let (x, dy) = (filled(m, k), filled(m, n));
         let (mut y, mut dx) = (Tensor::zeros(m, n), Tensor::zeros(m, k));
         // The matrix may be in a cache: memory is no bound.
-        let cost = Work::of(0.0, 2.0 * (m * n * k) as f64);
+        let cost = Work::from_bytes(0.0, 2.0 * (m * n * k) as f64);
         let label = |what: &str| format!("{name} {what} {m} x {n} x {k}");
         meter.short(&label("product"), None, cost, || {
             matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite);
@@ -136,7 +136,7 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
 
 fn head(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, v) = (BATCH * TOKENS, arch.width, arch.vocabulary);
-    let cost = Work::of(0.0, 2.0 * (t * d * v) as f64);
+    let cost = Work::from_bytes(0.0, 2.0 * (t * d * v) as f64);
     synthetic::head(t, &Matrix::new(v, d, meter.dtype), &mut |op, work| {
         let (what, cost) = if op == null::HEAD { ("head", cost) } else { ("head and gradient", cost + cost + cost) };
         meter.short(&format!("{name} {what} {t} x {v} x {d}"), Some(t), cost, work);
@@ -147,7 +147,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
     let mut stream = |what: &str, floats: usize, work: &mut dyn FnMut()| {
-        meter.short(&format!("{name} {what}"), None, Work::of((floats * size_of::<f32>()) as f64, 0.0), work);
+        meter.short(&format!("{name} {what}"), None, Work::from_bytes((floats * size_of::<f32>()) as f64, 0.0), work);
     };
     let (x, dy, w) = (filled(t, d), filled(t, d), vec![1.0; d]);
     let (mut y, mut rstd) = (Tensor::zeros(t, d), Tensor::zeros(t, 1));

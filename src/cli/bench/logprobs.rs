@@ -30,7 +30,7 @@ pub fn run(meter: &mut Meter) -> Result<()> {
         Ok(())
     })?;
     let bytes = (Layout::Panel.len(VOCABULARY, HIDDEN) * meter.dtype.bytes()) as f64;
-    let cost = Work::of(bytes, 2.0 * (TOKENS * HIDDEN * VOCABULARY) as f64);
+    let cost = Work::from_bytes(bytes, 2.0 * (TOKENS * HIDDEN * VOCABULARY) as f64);
     let more = [("arena_beyond_mb", arena_mb), ("resident_beyond_mb", resident_mb)];
     meter.show(&format!("logprobs {TOKENS} x {HIDDEN} x {VOCABULARY}"), &measured, Some(TOKENS), cost, &more);
     meter.show_peaks(&measured);

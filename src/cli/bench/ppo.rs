@@ -53,7 +53,7 @@ fn score_of(response: &Response) -> f32 {
 }
 
 fn tokens(samples: &[Experience]) -> Vec<Tokens<'_>> {
-    samples.iter().map(Tokens::of).collect()
+    samples.iter().map(Tokens::from_sample).collect()
 }
 
 impl Step {

@@ -123,7 +123,7 @@ const BINS: u32 = 20;
 /// The scores of some recorded steps, including the first and the last.
 pub fn scores(source: &mut Source) -> Vec<(u64, Vec<f32>)> {
     let chosen: Vec<u64> = spread(source.recorded.len(), COLUMNS_MAX).into_iter().map(|i| source.recorded[i]).collect();
-    let read = |step| Some((step, source.try_read(RecordedStep::of(&source.dir, step).scores())?));
+    let read = |step| Some((step, source.try_read(RecordedStep::for_step(&source.dir, step).scores())?));
     chosen.into_iter().filter_map(read).collect()
 }
 

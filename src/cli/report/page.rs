@@ -59,7 +59,7 @@ struct Page<'a> {
 }
 
 /// The whole page.
-pub fn of(sources: &mut [Source]) -> String {
+pub fn render_page(sources: &mut [Source]) -> String {
     let scores: Vec<_> = sources.iter_mut().map(bars::scores).collect();
     let n = sources.len();
     let samples: String = sources.iter_mut().map(|source| samples::html(source, n)).collect();
@@ -83,7 +83,7 @@ pub fn of(sources: &mut [Source]) -> String {
     page.samples(&samples);
     page.others(&keys);
     page.settings();
-    page.words(&keys);
+    page.add_meanings(&keys);
     page.whole()
 }
 
@@ -326,7 +326,7 @@ impl Page<'_> {
         self.sections.push(("Settings", format!("{note}{table}")));
     }
 
-    fn words(&mut self, keys: &[String]) {
+    fn add_meanings(&mut self, keys: &[String]) {
         let mut known: Vec<&keys::Key> = keys.iter().filter_map(|key| keys::find(key)).collect();
         known.sort_by_key(|key| keys::rank(key.name));
         known.dedup_by_key(|key| key.name);

@@ -40,7 +40,7 @@ pub fn html(source: &mut Source, runs: usize) -> String {
 /// The samples of a recorded step.
 fn show_step(source: &Source, step: u64, samples_max: usize, tokens_max: usize) -> Result<String> {
     let mut out = String::new();
-    let recorded = RecordedStep::of(&source.dir, step);
+    let recorded = RecordedStep::for_step(&source.dir, step);
     let all = groups(recorded.samples()?);
     let (prompts, samples) = (all.len(), all.iter().map(Vec::len).sum::<usize>());
     let shown = among(all, samples_max, tokens_max);

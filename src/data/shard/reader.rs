@@ -103,7 +103,7 @@ impl Shard {
     /// Reads every byte and compares the hashes with the sidecar, and every document with the index.
     pub fn verify(&self) -> Result<()> {
         for suffix in self.sidecar.files.keys() {
-            self.sidecar.check(&self.prefix, suffix, &FileHash::of(&file_of(&self.prefix, suffix))?)?;
+            self.sidecar.check(&self.prefix, suffix, &FileHash::from_file(&file_of(&self.prefix, suffix))?)?;
         }
         (0..self.documents()).try_for_each(|i| self.document(i).map(|_| ()))
     }
@@ -238,7 +238,7 @@ fn scan(index: &Index, bin: &Map, prefix: &Path) -> Result<Sidecar> {
     }
     let files = [".bin", ".idx"]
         .into_iter()
-        .map(|suffix| Ok((suffix.to_owned(), FileHash::of(&file_of(prefix, suffix))?)))
+        .map(|suffix| Ok((suffix.to_owned(), FileHash::from_file(&file_of(prefix, suffix))?)))
         .collect::<Result<_>>()?;
     Ok(Sidecar {
         version: VERSION,

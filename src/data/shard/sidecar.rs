@@ -20,7 +20,7 @@ pub struct FileHash {
 }
 
 impl FileHash {
-    pub(crate) fn of(path: &Path) -> Result<Self> {
+    pub(crate) fn from_file(path: &Path) -> Result<Self> {
         let (bytes, xxh3) = xxh3_of(path)?;
         Ok(Self { bytes, xxh3 })
     }

@@ -136,7 +136,7 @@ impl ShardWriter {
         let mut facts = std::collections::BTreeMap::new();
         for (suffix, file) in &mut partial {
             file.finish()?;
-            facts.insert((*suffix).to_owned(), FileHash::of(&file.path)?);
+            facts.insert((*suffix).to_owned(), FileHash::from_file(&file.path)?);
         }
         let sidecar = self.sidecar(known, facts);
         // Without `.idx` there is no shard, so it is removed first and renamed last.

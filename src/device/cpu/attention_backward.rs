@@ -72,17 +72,17 @@ impl Kernel for (&Backward<'_>, &[Part]) {
         let (d, rows) = (e.next_multiple_of(PAGE), backward.rows_max(parts.iter().map(|part| part.sequence)));
         let mut rest = Rest(scratch);
         let mut work = Work {
-            q: rest.take(rows * d),
-            d_o: rest.take(rows * d),
-            dq: rest.take(rows * d),
-            lse: rest.take(rows),
-            delta: rest.take(rows),
-            keys: rest.take(e * PAGE),
-            values: rest.take(e * PAGE),
-            dk: rest.take(PAGE * d),
-            dv: rest.take(PAGE * d),
-            p: rest.take(TILE * PAGE),
-            ds: rest.take(TILE * PAGE),
+            q: rest.take_slice(rows * d),
+            d_o: rest.take_slice(rows * d),
+            dq: rest.take_slice(rows * d),
+            lse: rest.take_slice(rows),
+            delta: rest.take_slice(rows),
+            keys: rest.take_slice(e * PAGE),
+            values: rest.take_slice(e * PAGE),
+            dk: rest.take_slice(PAGE * d),
+            dv: rest.take_slice(PAGE * d),
+            p: rest.take_slice(TILE * PAGE),
+            ds: rest.take_slice(TILE * PAGE),
         };
         for part in parts {
             // SAFETY: promised by the caller.

@@ -120,14 +120,14 @@ impl Kernel for (&Forward<'_>, &[Tile]) {
         let wide = forward.shape.head_dim.next_multiple_of(PAGE);
         let mut rest = Rest(scratch);
         let mut work = Work {
-            q: rest.take(TILE * wide),
-            p: rest.take(TILE * PAGE),
-            o: rest.take(TILE * wide),
-            sums: rest.take(TILE * PAGE),
-            max: rest.take(TILE),
-            decay: rest.take(TILE),
-            keys: rest.take(forward.keys_len(tiles)),
-            values: rest.take(forward.keys_len(tiles)),
+            q: rest.take_slice(TILE * wide),
+            p: rest.take_slice(TILE * PAGE),
+            o: rest.take_slice(TILE * wide),
+            sums: rest.take_slice(TILE * PAGE),
+            max: rest.take_slice(TILE),
+            decay: rest.take_slice(TILE),
+            keys: rest.take_slice(forward.keys_len(tiles)),
+            values: rest.take_slice(forward.keys_len(tiles)),
             held: (usize::MAX, 0, 0),
         };
         for (i, tile) in tiles.iter().enumerate() {

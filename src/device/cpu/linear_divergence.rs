@@ -30,7 +30,7 @@ struct Row {
 }
 
 impl Row {
-    fn of(stats: &RowStats) -> Self {
+    fn from_stats(stats: &RowStats) -> Self {
         let &RowStats { inverse_temperature, max, sum_exp, .. } = stats;
         Self { inverse_temperature, max, ln_sum: sum_exp.ln(), inverse_sum: 1.0 / sum_exp }
     }
@@ -156,7 +156,7 @@ pub struct Pair<'a> {
 impl Pair<'_> {
     fn row(&self, i: usize) -> (&[f32], &[f32], Row, Row) {
         let at = i * self.v..(i + 1) * self.v;
-        let (q, p) = (Row::of(&self.of_student[i]), Row::of(&self.of_teacher[i]));
+        let (q, p) = (Row::from_stats(&self.of_student[i]), Row::from_stats(&self.of_teacher[i]));
         (&self.student[at.clone()], &self.teacher[at], q, p)
     }
 

@@ -60,7 +60,7 @@ impl Panels<'_> {
         if self.is_bf16() { Arithmetic::Bf16 } else { Arithmetic::F32 }
     }
 
-    fn words(&self) -> *const u32 {
+    fn first_word(&self) -> *const u32 {
         match self.values {
             PanelValues::F32(v) => v.as_ptr().cast(),
             PanelValues::Bf16(v) => v.as_ptr().cast(),
@@ -299,7 +299,7 @@ pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend
             steps,
             a,
             a_row: steps,
-            b: w.words(),
+            b: w.first_word(),
             b_panel: w.panel_words(),
             c: Shares::new(y),
             continued: false,

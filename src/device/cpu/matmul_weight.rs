@@ -35,7 +35,7 @@ impl Room {
         Self { tile, tiles: tile * k.div_ceil(ROWS).min(TILES), panel: steps * LANES }
     }
 
-    fn words(self) -> usize {
+    fn count_words(self) -> usize {
         self.tiles + self.panel
     }
 }
@@ -43,7 +43,7 @@ impl Room {
 /// f32 of scratch that `backward_weight` needs.
 pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
     let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
-    pool().threads() * Room::new(words_of(arithmetic, m), k).words()
+    pool().threads() * Room::new(words_of(arithmetic, m), k).count_words()
 }
 
 struct WeightProduct<'a> {
@@ -81,7 +81,7 @@ pub fn backward_weight(
     let room = Room::new(steps, k);
     // The pool may have changed since the scratch was measured: as many shares as there is room for.
     let serial = m * n * k < SERIAL_BELOW;
-    let shares = if serial { 1 } else { (scratch.len() / room.words()).min(pool.threads()) };
+    let shares = if serial { 1 } else { (scratch.len() / room.count_words()).min(pool.threads()) };
     let (panels, tiles) = (n.div_ceil(LANES), k.div_ceil(ROWS));
     let (down, across) = grid(panels, tiles, shares);
     let product = WeightProduct { level, arithmetic, dy, x, n, k, steps, room, dw: Shares::new(dw) };
@@ -89,7 +89,7 @@ pub fn backward_weight(
     let work = |id: usize| {
         for slot in (id..down * across).step_by(pool.threads()) {
             // SAFETY: each slot is used by one share.
-            let room = unsafe { rooms.slice(slot * room.words()..(slot + 1) * room.words()) };
+            let room = unsafe { rooms.slice(slot * room.count_words()..(slot + 1) * room.count_words()) };
             product.rectangle(share(panels, 1, slot / across, down), share(tiles, 1, slot % across, across), room);
         }
     };

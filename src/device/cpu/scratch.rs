@@ -40,7 +40,7 @@ pub struct Rest<'a>(pub &'a mut [f32]);
 
 impl<'a> Rest<'a> {
     /// Splits `taken(len)` values off, and gives the first `len` of them.
-    pub fn take(&mut self, len: usize) -> &'a mut [f32] {
+    pub fn take_slice(&mut self, len: usize) -> &'a mut [f32] {
         let (part, tail) = std::mem::take(&mut self.0).split_at_mut(taken(len));
         self.0 = tail;
         &mut part[..len]

@@ -18,12 +18,12 @@ pub struct Decays {
 
 impl Decays {
     /// Parts as (end, weight decay), in order: each begins where the one before ends, the first at 0.
-    pub fn of(parts: &[(usize, f32)]) -> Self {
+    pub fn from_parts(parts: &[(usize, f32)]) -> Self {
         assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of the parts must ascend");
         let ends: Vec<u64> = parts.iter().map(|(end, _)| *end as u64).collect();
         let values: Vec<f32> = parts.iter().map(|(_, decay)| *decay).collect();
         let len = parts.last().map_or(0, |(end, _)| *end);
-        Self { ends: Memory::of(&ends), values: Memory::of(&values), parts: parts.len(), len }
+        Self { ends: Memory::from_values(&ends), values: Memory::from_values(&values), parts: parts.len(), len }
     }
 }
 

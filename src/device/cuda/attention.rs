@@ -68,9 +68,9 @@ impl SpanTable {
             first as i64 - end as i64
         });
         let runs = key_segments::launches(&tiles.iter().map(|tile| seen(tile, shape)).collect::<Vec<_>>());
-        let words: Vec<i32> = tiles.iter().flat_map(Tile::words).collect();
+        let words: Vec<i32> = tiles.iter().flat_map(Tile::as_words).collect();
         Self {
-            tiles: Memory::of(&words),
+            tiles: Memory::from_values(&words),
             count: tiles.len(),
             runs,
             backward: OnceLock::new(),
@@ -95,7 +95,7 @@ impl SpanTable {
 }
 
 impl Tile {
-    fn words(&self) -> [i32; 5] {
+    fn as_words(&self) -> [i32; 5] {
         let past = i32::try_from(self.past).expect("positions are counted in 32 bits");
         let [row, rows, key_row, keys] = [self.row, self.rows, self.key_row, self.keys].map(|n| to_i32(TABLE, n));
         [row, rows, past, key_row, keys]

@@ -141,7 +141,7 @@ impl CublasLt {
             let [found, needed] = [version, OLDEST].map(version_name);
             return Err(format!("cuBLASLt must be {needed} or newer (found {found})"));
         }
-        let functions = Functions::of(&library)?;
+        let functions = Functions::load(&library)?;
         Ok(Self { functions, path: path.as_os_str().to_owned(), version, _library: library })
     }
 

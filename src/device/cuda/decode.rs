@@ -127,14 +127,14 @@ impl DecodeState {
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
-            decode_slots: Memory::of(&vec![DecodeSlot::idle(); room.rows]),
-            changes: Memory::of(&vec![UNCHANGED; room.rows]),
+            decode_slots: Memory::from_values(&vec![DecodeSlot::idle(); room.rows]),
+            changes: Memory::from_values(&vec![UNCHANGED; room.rows]),
             pages: Arc::new(Memory::zeros(4 * room.pages)),
             tokens: words(1),
             positions: words(1),
             sequences: Arc::new(words(4)),
             slots: Arc::new(words(1)),
-            tiles: Arc::new(Memory::of(&tiles)),
+            tiles: Arc::new(Memory::from_values(&tiles)),
             rows: Rows::room(room.rows, room.stops, room.seen),
             sampled: words(SAMPLED),
             draws: words(4),
@@ -279,6 +279,6 @@ impl DecodeState {
 
     /// Begins to copy the `Draw`s of the first `rows` rows to the host.
     pub fn fetch(&self, rows: usize) -> Late {
-        Late::of(self.draws.view(DType::F32).part(0..4 * rows))
+        Late::start(self.draws.view(DType::F32).part(0..4 * rows))
     }
 }

@@ -190,7 +190,7 @@ impl Call {
 }
 
 impl Shape {
-    fn of(call: &Call) -> Self {
+    fn from_call(call: &Call) -> Self {
         let [m, n, k] = call.mnk;
         let [a, b, c, d] = call.matrices().map(align);
         Self {
@@ -235,7 +235,7 @@ impl Products {
     }
 
     fn start(&self, call: &Call, stream: *mut c_void) -> Outcome<()> {
-        let shape = Shape::of(call);
+        let shape = Shape::from_call(call);
         let bias = call.bias.map(Arg::word);
         let mut plans = lock(&self.plans);
         let plan = match plans.entry(shape) {

@@ -282,7 +282,7 @@ impl Gpu {
     /// `Usage` if there is not enough memory.
     pub(super) fn allocate(&self, bytes: usize, owner: &'static str, stream: Stream) -> Result<u64> {
         let mut pool = self.pool();
-        let address = pool.take(bytes, owner, self)?;
+        let address = pool.allocate(bytes, owner, self)?;
         let end = address + pool.size_of(address) as u64;
         drop(pool);
         self.behind_copies(address..end, stream);

@@ -46,7 +46,7 @@ impl KeyTiles {
         }
         let count = words.len() / 8;
         let counters = Memory::zeros((1 + blocks * shape.heads) * 4);
-        Self { tiles: Memory::of(&words), counters, count, eights }
+        Self { tiles: Memory::from_values(&words), counters, count, eights }
     }
 }
 

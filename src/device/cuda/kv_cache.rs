@@ -123,7 +123,7 @@ impl Tiles {
     fn new(mut tiles: Vec<Tile>) -> Self {
         tiles.sort_by_key(Tile::order);
         let words: Vec<i32> = tiles.iter().flat_map(|tile| tile.words).collect();
-        Self { memory: Arc::new(Memory::of(&words)), count: tiles.len() }
+        Self { memory: Arc::new(Memory::from_values(&words)), count: tiles.len() }
     }
 }
 
@@ -197,9 +197,9 @@ impl SequenceTable {
         let sights: Vec<(usize, usize)> = prefill.iter().map(|tile| tile.sight(group, shape)).collect();
         Self {
             rows: slots.len(),
-            sequences: Arc::new(Memory::of(&entries)),
-            blocks: Arc::new(Memory::of(&blocks)),
-            slots: Arc::new(Memory::of(&slots)),
+            sequences: Arc::new(Memory::from_values(&entries)),
+            blocks: Arc::new(Memory::from_values(&blocks)),
+            slots: Arc::new(Memory::from_values(&slots)),
             decode: Tiles::new(decode),
             prefill: Tiles::new(prefill),
             runs: key_segments::launches(&sights),
@@ -239,7 +239,7 @@ pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
     let pages = cache.pages;
     let there = (from as usize) < pages && (to as usize) < pages && from != to;
     assert!(there, "kv_copy_pages: cannot copy page {from} to page {to} in a cache of {pages} pages");
-    let (pair, len) = (Memory::of(&[from, to]), cache.page_len());
+    let (pair, len) = (Memory::from_values(&[from, to]), cache.page_len());
     let args = [cache.keys.arg_mut(), cache.values.arg_mut(), pair.arg(), len.into()];
     gpu().launch("kv_copy_pages", [1, len.div_ceil(BLOCK_VALUES), 1], 256, 0, &args);
 }

@@ -27,7 +27,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            fn of(library: &Library) -> Result<Self, String> {
+            fn load(library: &Library) -> Result<Self, String> {
                 // SAFETY: the types below are those of the library's header, the same in all versions that are taken.
                 unsafe {
                     Ok(Self { $($name: *library.get($symbol).map_err(|e| reason(&e))?,)* })

@@ -35,7 +35,7 @@ fn kernel(logits: Matrix, f32: &'static str, bf16: &'static str) -> (&'static st
 pub fn places(places: &[usize], v: usize) -> Memory {
     let places: Vec<i32> =
         places.iter().map(|&place| if place < v { to_i32("linear_logprob::places", place) } else { -1 }).collect();
-    Memory::of(&places)
+    Memory::from_values(&places)
 }
 
 /// Memory for the statistics of `rows` rows.

@@ -104,7 +104,7 @@ impl Tile {
         let count = properties.multiprocessors;
         match (form, properties.has_wgmma()) {
             (Form::Forward, true) if rows > 32 => Self::of_wide(&Self::WIDE, rows, columns, count),
-            (Form::Forward, _) => Self::of(rows, columns),
+            (Form::Forward, _) => Self::for_shape(rows, columns),
             (Form::Input | Form::Weight, true) => Self::of_gradient(rows, columns, count),
             (Form::Input | Form::Weight, false) => Self::of_many(rows, columns),
         }
@@ -113,7 +113,7 @@ impl Tile {
     /// The tile without wide ones.
     ///
     /// Few rows: the time is that of reading W, and the smallest tile that holds all rows wastes least.
-    pub fn of(m: usize, n: usize) -> Self {
+    pub fn for_shape(m: usize, n: usize) -> Self {
         match m {
             0..=16 => Self::Rows16,
             17..=32 if n <= NARROW_TO => Self::Narrow32,

@@ -86,7 +86,7 @@ impl Memory {
     }
 
     /// A copy of `values`.
-    pub fn of<T: Pod>(values: &[T]) -> Self {
+    pub fn from_values<T: Pod>(values: &[T]) -> Self {
         let memory = Self::scratch(size_of_val(values));
         gpu().upload(memory.address, bytemuck::cast_slice(values));
         memory

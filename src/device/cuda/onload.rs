@@ -29,7 +29,7 @@ impl HostCopy {
     }
 
     /// Copies the values of `memory` and frees it. Its next user waits for the copy.
-    pub fn of(memory: &mut Memory) -> Self {
+    pub fn offload_from(memory: &mut Memory) -> Self {
         let mut host_copy = Self::zeros(memory.bytes());
         host_copy.offload(memory, true);
         host_copy

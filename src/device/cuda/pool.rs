@@ -97,7 +97,7 @@ impl Pool {
     ///
     /// # Errors
     /// `Usage` if the limit or the GPU does not have enough memory.
-    pub fn take(&mut self, bytes: usize, owner: &'static str, backing: &impl Backing) -> Result<u64> {
+    pub fn allocate(&mut self, bytes: usize, owner: &'static str, backing: &impl Backing) -> Result<u64> {
         let is_exact = self.exact && !self.is_null;
         let size = if is_exact { bytes.max(1) } else { bytes.max(1).next_multiple_of(PAGE) };
         if let Some((address, size)) = self.pop_captured(size) {

@@ -74,7 +74,7 @@ pub struct Late {
 
 impl Late {
     /// Begins to copy `numbers`, after all earlier work of the stream. Later work may free or overwrite their memory.
-    pub fn of(numbers: View) -> Self {
+    pub fn start(numbers: View) -> Self {
         assert_eq!(numbers.dtype(), DType::F32, "numbers are read back as f32");
         let (len, bytes) = (numbers.len(), size_of::<f32>() * numbers.len());
         let mut pinned = Pinned::kept(bytes);
@@ -83,7 +83,7 @@ impl Late {
     }
 
     /// The numbers. Waits for their copy, not for work that was started after it.
-    pub fn take(mut self) -> Vec<f32> {
+    pub fn wait_values(mut self) -> Vec<f32> {
         let counts = &gpu().counts;
         let count = if counts.started.get() == self.started { &counts.drained } else { &counts.fetched };
         count.add(1);

@@ -21,7 +21,7 @@ pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
     let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
     let (x, w) = (x.arg(Bf16), w.arg(Bf16));
     check_aligned(OP, &[x, w, y]);
-    let (eps, width, over) = (Arg::F32(eps), dim(OP, n), over(n));
+    let (eps, width, over) = (Arg::F32(eps), dim(OP, n), reciprocal(n));
     if n <= NARROW_MAX {
         let shift = shift(n);
         let args = [x, w, eps, y, rstd, width, over, Arg::U32(shift), count(OP, groups)];
@@ -43,7 +43,7 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     let mut sums = Memory::scratch(4 * blocks * n);
     let [x, w, dy, dx] = [x.arg(Bf16), w.arg(Bf16), dy.arg(Bf16), dx.arg(Bf16)];
     check_aligned(OP, &[x, w, dy, dx]);
-    let (rstd, to, width, over) = (rstd.arg(F32), sums.arg_mut(), dim(OP, n), over(n));
+    let (rstd, to, width, over) = (rstd.arg(F32), sums.arg_mut(), dim(OP, n), reciprocal(n));
     let (groups, each) = (count(OP, groups), count(OP, each));
     let launch = |args: &[Arg]| gpu().launch(kernel, [blocks, 1, 1], threads, 0, args);
     if n <= NARROW_MAX {
@@ -59,7 +59,7 @@ fn shift(n: usize) -> u32 {
     (n / 8).next_power_of_two().trailing_zeros()
 }
 
-fn over(n: usize) -> Arg {
+fn reciprocal(n: usize) -> Arg {
     Arg::F32(1.0 / n as f32)
 }
 

@@ -27,7 +27,7 @@ impl Table {
             sin.len()
         );
         assert!(cos.len().is_multiple_of(head_dim / 2), "rope: {} angles do not fit head dim {head_dim}", cos.len());
-        Self { head_dim, cos: Memory::of(cos), sin: Memory::of(sin) }
+        Self { head_dim, cos: Memory::from_values(cos), sin: Memory::from_values(sin) }
     }
 
     pub fn place(&self) -> Arg {

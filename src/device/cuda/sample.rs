@@ -69,7 +69,7 @@ fn lists<'a>(lists: impl Iterator<Item = &'a [u32]>) -> (Vec<u32>, Vec<[u32; 2]>
 }
 
 impl Rows {
-    pub fn of(rows: &[SampleRow]) -> Self {
+    pub fn from_rows(rows: &[SampleRow]) -> Self {
         let params = rows.iter().map(|row| Params::from(&row.params));
         let none: &[u32] = &[];
         // Seen tokens are only read where they count.
@@ -79,13 +79,13 @@ impl Rows {
         let uniforms: Vec<f32> = rows.iter().map(|row| row.uniform).collect();
         Self {
             len: rows.len(),
-            params: Memory::of(&params.collect::<Vec<_>>()),
-            uniforms: Memory::of(&uniforms),
+            params: Memory::from_values(&params.collect::<Vec<_>>()),
+            uniforms: Memory::from_values(&uniforms),
             edits: !seen.is_empty() || !banned.is_empty(),
-            seen: Memory::of(&seen),
-            of_seen: Memory::of(&of_seen),
-            banned: Memory::of(&banned),
-            of_banned: Memory::of(&of_banned),
+            seen: Memory::from_values(&seen),
+            of_seen: Memory::from_values(&of_seen),
+            banned: Memory::from_values(&banned),
+            of_banned: Memory::from_values(&of_banned),
         }
     }
 

@@ -15,7 +15,7 @@ pub struct ScatterLists {
 
 impl ScatterLists {
     /// Row i goes to `keys[i]`: the token of an embedding's gradient, the row of a scatter.
-    pub fn of(keys: &[u32]) -> Self {
+    pub fn from_keys(keys: &[u32]) -> Self {
         let mut rows: Vec<u32> = (0..u32::try_from(keys.len()).expect("rows are counted in 32 bits")).collect();
         // Stable: rows of one key stay ascending.
         rows.sort_by_key(|&i| keys[i as usize]);
@@ -26,7 +26,7 @@ impl ScatterLists {
         let of_lists: Vec<u32> = starts.iter().map(|&start| keys[rows[start as usize] as usize]).collect();
         starts.push(keys.len() as u32);
         let lists = of_lists.len();
-        Self { tables: Memory::of(&[of_lists, starts, rows].concat()), lists }
+        Self { tables: Memory::from_values(&[of_lists, starts, rows].concat()), lists }
     }
 
     /// Starts a kernel of `cuda/rows.cuh`: `from` goes to rows first..first + n of `to`, rows of `width` values.

@@ -92,7 +92,7 @@ impl Functions {
         for name in &names {
             // SAFETY: the driver's initialisers ask nothing of the process that opens it.
             match unsafe { Library::new(name) } {
-                Ok(library) => return Self::of(library).map_err(NoGpu::Broken),
+                Ok(library) => return Self::load(library).map_err(NoGpu::Broken),
                 Err(error) if is_absent(&reason(&error), name.as_ref()) => {}
                 Err(error) => {
                     let why = format!("{} is not a driver for this machine: {}", name.display(), reason(&error));
@@ -129,7 +129,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            fn of(library: Library) -> Result<Self, String> {
+            fn load(library: Library) -> Result<Self, String> {
                 let symbols = [$(concat!(stringify!($name), "\0")),*];
                 // SAFETY: no function is called.
                 let is_there = |symbol: &str| unsafe { library.get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok();

@@ -106,7 +106,7 @@ fn gradients_of_far_weights_are_those_of_the_same_weights() {
     for (size, rows) in supported(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
         let Some(mut pair) = Pair::new([(F32, STRIDE)], ROWS, rows) else { return };
         let (x, dy) = (small(3, M * rows), bf16(&numbers(4, M * pair.rows.len())));
-        let near_dy = Memory::of(&dy);
+        let near_dy = Memory::from_values(&dy);
         let mut far_dy = Memory::zeros(2 * M * ROWS);
         for m in 0..M {
             let mut rest = &dy[m * pair.rows.len()..];
@@ -135,7 +135,7 @@ fn lines(seed: u32, width: usize) -> (Memory, Memory) {
     for (line, values) in values.chunks_exact(width).enumerate() {
         far.view_mut(Bf16).part(line * APART..line * APART + width).write_bits(values);
     }
-    (far, Memory::of(&values))
+    (far, Memory::from_values(&values))
 }
 
 /// The end of a chain is beyond all bounds.

@@ -46,7 +46,7 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
         let len = p.bytes() / 4;
         // Of the small tensors, the blocks before the bound are all before it but the last five.
         let end = if len == VALUES { BOUNDS[1] } else { len.div_ceil(EACH).saturating_sub(4) * EACH };
-        let decays = Decays::of(&[(end, 0.1), (len, 0.7)]);
+        let decays = Decays::from_parts(&[(end, 0.1), (len, 0.7)]);
         let [p, m, v] = [p, m, v].map(|x| x.view_mut(F32));
         adamw::step(p, g.view(F32), m, v, w.view_mut(Bf16), &decays, &update);
     });
@@ -101,7 +101,7 @@ fn far_heads_are_turned() {
     let tensors = [(Bf16, 60 * HEAD), (Bf16, 4 * HEAD)];
     let angles = numbers(5, 1000 * HEAD / 2);
     holds("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
-        let positions = Memory::of(&rows.map(|row| (row * 7 % 1000) as u32));
+        let positions = Memory::from_values(&rows.map(|row| (row * 7 % 1000) as u32));
         let table = Table::new(HEAD, &angles, &angles);
         rope::rotate(q.view_mut(Bf16), k.view_mut(Bf16), rows.len, &positions, &table, false);
     });
@@ -132,7 +132,7 @@ fn far_values_are_predicted_and_walked_back() {
 fn far_rows_are_fetched_and_summed() {
     // Four blocks have a row.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
-    let all = |rows: Rows| Memory::of(&(0..rows.len as u32).collect::<Vec<_>>());
+    let all = |rows: Rows| Memory::from_values(&(0..rows.len as u32).collect::<Vec<_>>());
     holds_of("gather", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
         copy::gather(from.view(Bf16), WIDTH, &all(rows), to.view_mut(Bf16));
     });
@@ -143,10 +143,10 @@ fn far_rows_are_fetched_and_summed() {
     holds("sums of rows", [(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |[dy, dw, sums], rows| {
         let is_met = |row: usize| !rows.is_far || rows.met.binary_search(&row).is_ok();
         let keys: Vec<u32> = (0..rows.len).map(|row| if is_met(row) { row as u32 } else { u32::MAX }).collect();
-        embedding::backward(&ScatterLists::of(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
+        embedding::backward(&ScatterLists::from_keys(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
         let own = small(3, rows.met.len() * WIDTH);
         let keys: Vec<u32> = keys.into_iter().filter(|key| *key != u32::MAX).collect();
-        copy::scatter(own.view(Bf16), WIDTH, &ScatterLists::of(&keys), sums.view_mut(Bf16));
+        copy::scatter(own.view(Bf16), WIDTH, &ScatterLists::from_keys(&keys), sums.view_mut(Bf16));
     });
     for (each, width) in [(8, 2048), (1, 256)] {
         let per_row = width / each / 256;

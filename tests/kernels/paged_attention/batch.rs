@@ -66,7 +66,7 @@ impl Batch {
             let from = first + sequence.past;
             &x[from * width..(from + sequence.tokens) * width]
         });
-        Memory::of(&bf16(&rows.copied().collect::<Vec<_>>()))
+        Memory::from_values(&bf16(&rows.copied().collect::<Vec<_>>()))
     }
 
     pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence]) {

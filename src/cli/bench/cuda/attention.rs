@@ -47,7 +47,8 @@ fn long(bench: &Bench, e: usize) {
         (Memory::zeros(2 * q), Memory::zeros(4 * t * heads), Memory::zeros(4 * t * heads));
     // Half of all pairs are masked.
     let flops = 2.0 * (heads * e) as f64 * (t as f64).powi(2);
-    let (forward, backward) = (Work::of(4.0 * (q + kv) as f64, flops), Work::of(8.0 * (q + kv) as f64, 2.5 * flops));
+    let (forward, backward) =
+        (Work::from_bytes(4.0 * (q + kv) as f64, flops), Work::from_bytes(8.0 * (q + kv) as f64, 2.5 * flops));
     // The kernels use sm_80's instructions; newer GPUs have faster ones, so that PyTorch's attention is the target there.
     let is_newer = bench.gpu.properties().capability.0 >= 9;
     let of_forward = if is_newer { Target::PyTorch } else { Target::Product(0.6) };
@@ -82,12 +83,12 @@ fn ring_step(bench: &Bench) {
     let (of_q, of_k) = (t * heads * e, t * kv_heads * e);
     let flops = 4.0 * (heads * e) as f64 * (t as f64).powi(2) / 2.0;
     // q, o read and written, k and v.
-    let cost = Work::of((of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops);
+    let cost = Work::from_bytes((of_q / 2 * (2 + 8) + 2 * of_k * 2) as f64, flops);
     bench.measure(&format!("attention forward, a step of a ring, {} x {t}", t / 2), cost, None, || {
         ring_attention::forward(&q, &block, &step, &mut sum, &mut lse);
     });
     let o = ring_attention::rounded(sum.clone());
-    let cost = Work::of((of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, 2.5 * flops);
+    let cost = Work::from_bytes((of_q / 2 * (2 + 2 + 8) + 2 * of_k * (2 + 4)) as f64, 2.5 * flops);
     let backward = Backward::new([&q, &o, &lse, &d_o], &shape);
     bench.measure(&format!("attention backward, a step of a ring, {} x {t}", t / 2), cost, None, || {
         drop(backward.step(&block, &step, &mut dq));
@@ -120,7 +121,7 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
         .collect();
     let (q, mut o) = (bench.random(batch * heads * e), Memory::scratch(2 * batch * heads * e));
     let keys = (batch * (past + 1)) as f64;
-    let cost = Work::of(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64);
+    let cost = Work::from_bytes(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64);
     let mut turn = 0;
     let work = format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
     bench.measure(&work, cost, Some(Target::Copy(0.85)), || {

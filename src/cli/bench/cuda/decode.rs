@@ -22,7 +22,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     let (widths, heads) = ([n(4096, 64), n(11008, 96)], n(32, 1));
     let arch = llama(n(32000, 64), widths, n(32, 1), [heads, heads], 1024);
     let table = Arc::new(ParamTable::on(Device::Cuda, &arch, Head::LanguageModel, TensorPart::whole()));
-    let transformer = Transformer::over(&arch, &table, &Axes::one());
+    let transformer = Transformer::for_axes(&arch, &table, &Axes::one());
     // Of the embedding only the token's row is read.
     let read = table.parameters() - arch.vocabulary * arch.width;
     if !bench.has_room("decode 7B", 2 * table.parameters() + CACHE_BYTES) {
@@ -39,7 +39,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
             let requests = requests(&prompts, &config, &Arc::new(Stop::default()), arch.context)?;
             let mut engine = Engine::new(&config, CACHE_BYTES as u64);
             let mut outcome = Ok(());
-            let cost = Work::of((2 * read * new) as f64, (2 * read * new * batch) as f64);
+            let cost = Work::from_bytes((2 * read * new) as f64, (2 * read * new * batch) as f64);
             let target = (batch == 1 && graphs).then_some(Target::Copy(0.75));
             let how = if graphs { "graphs" } else { "ordinary steps" };
             bench.measure(&format!("decode 7B, {batch} x {new} tokens, {how}"), cost, target, || {

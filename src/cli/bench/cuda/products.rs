@@ -13,13 +13,13 @@ pub(super) fn run(bench: &Bench) {
     for (m, (n, k)) in
         [1, 16, 32, 64, 128, 512, large].into_iter().flat_map(|m| [(k, k), (n, k), (k, n)].map(|nk| (m, nk)))
     {
-        let mut products = Products::of(bench, m, n, k, bench.copies(2 * n * k));
+        let mut products = Products::for_shape(bench, m, n, k, bench.copies(2 * n * k));
         let cost = products.cost();
         for (mode, fast) in bench.modes() {
             bench.measure(&format!("product, {mode}, {m} x {n} x {k}"), cost, None, || products.forward(*fast));
         }
     }
-    let products = Products::of(bench, large, n, k, 1);
+    let products = Products::for_shape(bench, large, n, k, 1);
     let cost = products.cost();
     let (dy, mut dx, mut dw) = (bench.random(large * n), Memory::scratch(2 * large * k), Memory::zeros(4 * n * k));
     for (mode, fast) in bench.modes() {
@@ -44,14 +44,14 @@ pub(super) struct Products {
 }
 
 impl Products {
-    pub fn of(bench: &Bench, m: usize, n: usize, k: usize, weights: usize) -> Self {
+    pub fn for_shape(bench: &Bench, m: usize, n: usize, k: usize, weights: usize) -> Self {
         let w = (0..weights).map(|_| bench.random(n * k)).collect();
         Self { mnk: [m, n, k], x: bench.random(m * k), w, turn: 0, y: Memory::scratch(2 * m * n) }
     }
 
     pub fn cost(&self) -> Work {
         let [m, n, k] = self.mnk;
-        Work::of(2.0 * (n * k + m * (n + k)) as f64, 2.0 * (m * n * k) as f64)
+        Work::from_bytes(2.0 * (n * k + m * (n + k)) as f64, 2.0 * (m * n * k) as f64)
     }
 
     pub fn forward(&mut self, fast: bool) {
@@ -80,10 +80,10 @@ pub(super) fn peaks(bench: &mut Bench, fast: &Result<String, String>) {
     let len = bench.n(1 << 14).pow(2);
     let (from, mut to) = (bench.random_f32(len), Memory::scratch(4 * len));
     let copied = bench.seconds(|| to.view_mut(F32).copy_from(from.view(F32)));
-    let copy_cost = Work::of(8.0 * len as f64, 0.0);
+    let copy_cost = Work::from_bytes(8.0 * len as f64, 0.0);
     bench.copy = copy_cost.bytes / copied.median;
     let n = bench.n(8192);
-    let mut large = Products::of(bench, n, n, n, 1);
+    let mut large = Products::for_shape(bench, n, n, n, 1);
     let cost = large.cost();
     let done: Vec<(&str, Timed)> =
         bench.modes().iter().map(|(mode, fast)| (*mode, bench.seconds(|| large.forward(*fast)))).collect();

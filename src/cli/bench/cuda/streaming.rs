@@ -20,7 +20,7 @@ fn norms(bench: &Bench) {
     let (t, d) = (bench.n(16384), bench.n(4096));
     let [x, w, dy] = [t * d, d, t * d].map(|len| bench.random(len));
     let (mut y, mut rstd) = (Memory::scratch(2 * t * d), Memory::scratch(4 * t));
-    let cost = |runs: usize| Work::of((2 * runs * t * d) as f64, 0.0);
+    let cost = |runs: usize| Work::from_bytes((2 * runs * t * d) as f64, 0.0);
     bench.measure(&format!("rmsnorm, {t} x {d}"), cost(2), OF_COPY, || {
         rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-5, y.view_mut(Bf16), rstd.view_mut(F32));
     });
@@ -35,8 +35,8 @@ fn optimizer(bench: &Bench) {
     let len = bench.n(8192).pow(2);
     let [mut p, mut m, mut v, g] = [(); 4].map(|()| bench.random_f32(len));
     let mut weights = Memory::zeros(2 * len);
-    let decays = adamw::Decays::of(&[(len, 0.01)]);
-    let cost = Work::of(30.0 * len as f64, 0.0);
+    let decays = adamw::Decays::from_parts(&[(len, 0.01)]);
+    let cost = Work::from_bytes(30.0 * len as f64, 0.0);
     bench.measure(&format!("adamw, {len} parameters"), cost, OF_COPY, || {
         let [p, m, v] = [p.view_mut(F32), m.view_mut(F32), v.view_mut(F32)];
         adamw::step(p, g.view(F32), m, v, weights.view_mut(Bf16), &decays, &UPDATE);
@@ -49,7 +49,7 @@ fn log_softmax(bench: &Bench) {
     let (mut stats, mut logprobs) = (linear_logprob::stats_room(t), Memory::scratch(4 * t));
     for dtype in [F32, Bf16] {
         let logits = if dtype == F32 { bench.random_f32(t * v) } else { bench.random(t * v) };
-        let cost = Work::of((dtype.bytes() * t * v) as f64, 0.0);
+        let cost = Work::from_bytes((dtype.bytes() * t * v) as f64, 0.0);
         bench.measure(&format!("log-softmax, {t} x {v} {}", dtype.name()), cost, OF_COPY, || {
             let logits = Matrix { values: logits.view(dtype), rows: t, width: v, stride: v };
             linear_logprob::stats(logits, 1.0, &places, &mut stats);
@@ -66,7 +66,7 @@ pub(super) fn head(bench: &Bench) {
         let mut stats = linear_logprob::stats_room(t);
         let [h, w] = [t * d, v * d].map(|len| bench.random(len));
         let mut scratch = Memory::scratch(linear_logprob_fused::scratch_bytes(t, v));
-        let cost = Work::of(2.0 * (t * d + v * d) as f64, 2.0 * (t * d * v) as f64);
+        let cost = Work::from_bytes(2.0 * (t * d + v * d) as f64, 2.0 * (t * d * v) as f64);
         let work = format!("log-softmax fused with the head, {t} x {d} x {v}");
         bench.measure(&work, cost, Some(Target::Product(0.7)), || {
             let (h, w) = (h.view(Bf16), w.view(Bf16));
@@ -79,7 +79,7 @@ fn activation(bench: &Bench) {
     let (t, f) = (bench.n(8192), bench.n(11008));
     let [gate, up] = [(); 2].map(|()| bench.random(t * f));
     let mut act = Memory::scratch(2 * t * f);
-    bench.measure(&format!("swiglu, {t} x {f}"), Work::of((6 * t * f) as f64, 0.0), None, || {
+    bench.measure(&format!("swiglu, {t} x {f}"), Work::from_bytes((6 * t * f) as f64, 0.0), None, || {
         swiglu::forward(gate.view(Bf16), up.view(Bf16), act.view_mut(Bf16));
     });
 }

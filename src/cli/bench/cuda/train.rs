@@ -35,7 +35,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     let mut row = PackedRow::new();
     (0..BATCH).for_each(|i| row.push(&tokens(each, i, arch.vocabulary), 1));
     let work = cost::training(&arch, DType::Bf16, &[(0, each); BATCH], row.rows.len());
-    let cost = Work::of(0.0, work.flops());
+    let cost = Work::from_bytes(0.0, work.flops());
     for (mode, fast) in bench.modes() {
         fast::turn(*fast).map_err(|why| Error::fault(format!("GEMM by cuBLASLt: {why}")))?;
         let mut outcome = Ok(());

@@ -14,7 +14,7 @@ struct Counted {
 }
 
 impl Counted {
-    fn of(room: usize) -> Self {
+    fn with_room(room: usize) -> Self {
         Self { room: Cell::new(room), next: Cell::new(1 << 20), freed: RefCell::new(Vec::new()) }
     }
 }
@@ -35,19 +35,19 @@ impl Backing for Counted {
     }
 }
 
-fn take(pool: &mut Pool, bytes: usize, gpu: &Counted) -> u64 {
-    pool.take(bytes, "a test", gpu).expect("there is room")
+fn allocate(pool: &mut Pool, bytes: usize, gpu: &Counted) -> u64 {
+    pool.allocate(bytes, "a test", gpu).expect("there is room")
 }
 
 #[test]
 fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 256 * MIB;
     pool.reserve(256 * MIB, &gpu);
-    let lasting = take(&mut pool, 40 * MIB, &gpu);
+    let lasting = allocate(&mut pool, 40 * MIB, &gpu);
     for step in 0..200 {
         let sizes = (0..12).map(|i| 1 + (step * 7919 + i * i * 104_729) % (12 * MIB));
-        let runs: Vec<u64> = sizes.map(|bytes| take(&mut pool, bytes, &gpu)).collect();
+        let runs: Vec<u64> = sizes.map(|bytes| allocate(&mut pool, bytes, &gpu)).collect();
         let order = |i: usize| runs[(i * 5 + step) % runs.len()];
         (0..runs.len()).for_each(|i| pool.give(order(i), &gpu));
         assert_eq!((pool.usage.requests, pool.usage.in_use), (1, 40 * MIB));
@@ -59,11 +59,11 @@ fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
 
 #[test]
 fn runs_do_not_overlap_and_are_aligned() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     let mut live: Vec<(u64, usize)> = Vec::new();
     for i in 0..400usize {
         let bytes = 1 + i * i * 7919 % (3 * MIB);
-        let at = take(&mut pool, bytes, &gpu);
+        let at = allocate(&mut pool, bytes, &gpu);
         assert!(at.is_multiple_of(PAGE as u64));
         let apart = |(other, len): &(u64, usize)| at + bytes as u64 <= *other || *other + *len as u64 <= at;
         assert!(live.iter().all(apart), "{at} of {bytes} bytes overlaps");
@@ -83,62 +83,62 @@ fn runs_do_not_overlap_and_are_aligned() {
 
 #[test]
 fn small_runs_leave_the_room_of_large_ones_whole() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.reserve(64 * MIB, &gpu);
-    let large = take(&mut pool, 20 * MIB, &gpu);
-    let small = take(&mut pool, 4 * KIB, &gpu);
+    let large = allocate(&mut pool, 20 * MIB, &gpu);
+    let small = allocate(&mut pool, 4 * KIB, &gpu);
     pool.give(large, &gpu);
-    take(&mut pool, 60 * MIB, &gpu);
+    allocate(&mut pool, 60 * MIB, &gpu);
     assert_eq!(pool.usage.requests, 1);
     pool.give(small, &gpu);
 }
 
 #[test]
 fn beyond_the_limit_a_request_is_refused_and_says_who_uses_what_and_what_would_fit() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 64 * MIB;
-    let kept = pool.take(16 * MIB, "weights of the critic", &gpu).expect("there is room");
-    pool.take(24 * MIB, "gradients", &gpu).expect("there is room");
+    let kept = pool.allocate(16 * MIB, "weights of the critic", &gpu).expect("there is room");
+    pool.allocate(24 * MIB, "gradients", &gpu).expect("there is room");
     assert_eq!(pool.usage.held, 64 * MIB, "the driver is not asked for more than the limit");
-    let error = pool.take(25 * MIB, "kv cache", &gpu).expect_err("the limit");
+    let error = pool.allocate(25 * MIB, "kv cache", &gpu).expect_err("the limit");
     let said = "out of GPU memory: 25.00 MiB for kv cache does not fit; this rank uses 40.00 MiB (gradients 24.00 MiB, \
                 weights of the critic 16.00 MiB) of its limit of 64.00 MiB, which leaves 24.00 MiB";
     assert_eq!((error.exit_code(), error.message.as_str()), (2, said));
     pool.give(kept, &gpu);
-    pool.take(16 * MIB, "kv cache", &gpu).expect("freed memory is available again");
+    pool.allocate(16 * MIB, "kv cache", &gpu).expect("freed memory is available again");
     assert_eq!(pool.owners(), [("gradients", 24 * MIB), ("kv cache", 16 * MIB)]);
 }
 
 #[test]
 fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(100 * MIB));
-    let a = take(&mut pool, 64 * MIB, &gpu);
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(100 * MIB));
+    let a = allocate(&mut pool, 64 * MIB, &gpu);
     pool.give(a, &gpu);
-    let b = take(&mut pool, 80 * MIB, &gpu);
+    let b = allocate(&mut pool, 80 * MIB, &gpu);
     assert_eq!((pool.usage.held, gpu.freed.borrow().len()), (80 * MIB, 1));
-    let why = pool.take(64 * MIB, "a test", &gpu).expect_err("full").message;
+    let why = pool.allocate(64 * MIB, "a test", &gpu).expect_err("full").message;
     assert!(why.contains("not allocate 64.00 MiB for a test; this process uses 80.00 MiB"), "{why}");
     pool.give(b, &gpu);
 }
 
 #[test]
 fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
-    let before = take(&mut pool, 4096, &gpu);
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
+    let before = allocate(&mut pool, 4096, &gpu);
     pool.begin_capture(Vec::new());
-    let first = take(&mut pool, 4096, &gpu);
+    let first = allocate(&mut pool, 4096, &gpu);
     pool.give(first, &gpu);
-    assert_eq!(take(&mut pool, 4096, &gpu), first, "the same run again");
+    assert_eq!(allocate(&mut pool, 4096, &gpu), first, "the same run again");
     pool.give(first, &gpu);
     let runs = pool.end_capture();
     assert_eq!(runs, [(first, 4096)]);
     pool.begin_capture(runs);
-    assert_eq!(take(&mut pool, 1000, &gpu), first, "the run that the first graph holds");
+    assert_eq!(allocate(&mut pool, 1000, &gpu), first, "the run that the first graph holds");
     pool.give(first, &gpu);
     let runs = pool.end_capture();
     assert_eq!(runs, [(first, 4096)]);
     pool.give(before, &gpu);
-    let [a, b] = [(); 2].map(|()| take(&mut pool, 4096, &gpu));
+    let [a, b] = [(); 2].map(|()| allocate(&mut pool, 4096, &gpu));
     assert!(a != first && b != first, "a run of the graph was given to another owner");
     assert_eq!((pool.usage.in_use, pool.owners()), (3 * 4096, vec![("a test", 8192), (GRAPHS, 4096)]));
     pool.release(runs, &gpu);
@@ -147,8 +147,8 @@ fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives
 
 #[test]
 fn runs_without_caching_are_as_long_as_they_were_asked_for_and_go_back_at_once() {
-    let (mut pool, gpu) = (Pool { exact: true, ..Pool::default() }, Counted::of(1 << 20));
-    let run = take(&mut pool, 1000, &gpu);
+    let (mut pool, gpu) = (Pool { exact: true, ..Pool::default() }, Counted::with_room(1 << 20));
+    let run = allocate(&mut pool, 1000, &gpu);
     assert_eq!((pool.usage.in_use, pool.usage.held), (1000, 1000));
     pool.give(run, &gpu);
     assert_eq!((pool.usage.held, gpu.room.get(), pool.usage.requests), (0, 1 << 20, 1));
@@ -156,19 +156,19 @@ fn runs_without_caching_are_as_long_as_they_were_asked_for_and_go_back_at_once()
 
 #[test]
 fn what_copies_still_read_is_out_of_use_and_taken_when_nothing_else_has_room() {
-    let (mut pool, gpu) = (Pool::default(), Counted::of(1 << 30));
+    let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 64 * MIB;
     pool.reserve(64 * MIB, &gpu);
-    let runs = [20, 20, 10].map(|mib| take(&mut pool, mib * MIB, &gpu));
+    let runs = [20, 20, 10].map(|mib| allocate(&mut pool, mib * MIB, &gpu));
     pool.give_in_flight(runs[0], &gpu);
     pool.give_in_flight(runs[1], &gpu);
     assert_eq!(pool.usage.in_use, 10 * MIB);
-    let last = take(&mut pool, 14 * MIB, &gpu);
+    let last = allocate(&mut pool, 14 * MIB, &gpu);
     assert!(!runs.contains(&last), "another run was free");
     // Then the one that left first, and both where one has not the room.
-    assert_eq!(take(&mut pool, 16 * MIB, &gpu), runs[0]);
+    assert_eq!(allocate(&mut pool, 16 * MIB, &gpu), runs[0]);
     pool.give(runs[0], &gpu);
-    assert_eq!(take(&mut pool, 36 * MIB, &gpu), runs[0]);
+    assert_eq!(allocate(&mut pool, 36 * MIB, &gpu), runs[0]);
     assert_eq!((pool.usage.requests, pool.usage.held), (1, 64 * MIB), "the driver was not asked");
     // While a graph is captured it belongs to the graph.
     pool.begin_capture(Vec::new());
