@@ -77,7 +77,7 @@ const CASES: [Case; 25] = [
     ),
     (
         "paged_attention::a_token",
-        ("paged.cuh", "@", "seen_from(work, work.row) / KEYS * KEYS", "seen_from(work, work.row) / PAGE * PAGE"),
+        ("paged.cuh", "@", "first_key(work, work.row) / KEYS * KEYS", "first_key(work, work.row) / PAGE * PAGE"),
         ": other bits than training's",
     ),
     (
