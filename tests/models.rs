@@ -57,7 +57,7 @@ pub fn recorded_and_trained(
         row.push_response(&[prompt, &response.tokens[..]].concat(), prompt.len(), &response.sampling_masks);
     }
     let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-    let (trained, _) = transformer.logprobs(weights, &hidden, &row.rows, row.masked_targets(), temperature, false);
+    let (trained, _) = transformer.logprobs(weights, &hidden, &row.rows, row.targets(), temperature, false);
     [responses.iter().flat_map(|response| response.logprobs.clone()).collect(), trained]
 }
 

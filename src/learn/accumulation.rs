@@ -1,12 +1,15 @@
 //! A pass through a minibatch: the micro-batches of this rank, and the sums over all ranks.
 
+use super::packed::PackedRow;
+use super::sums::Sums;
+use super::tree_sum::leaves;
+use super::{Learner, MicroBatch, Objective, non_finite};
 use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
-use crate::learn::Learner;
-use crate::learn::sums::Sums;
-use crate::learn::tree_sum::leaves;
+use crate::error::{Error, Result};
+use std::ops::Range;
 
 /// Part of a minibatch whose gradient is one summand.
 pub struct Chunk {
@@ -38,51 +41,108 @@ pub fn chunks(
     (0..ranks).map(|rank| leaves(count, rank, ranks).into_iter().map(chunk).collect()).collect()
 }
 
-/// Computes the gradient of a minibatch of rows of `lengths` tokens, the same on all ranks of the mesh. `microbatch`
-/// adds the gradient of this rank's part of the given rows to `learner.sum.grads`, and returns its measurements.
-/// Returns the sums over all ranks: first over each chunk in order, then over the chunks, independent of the ranks that
-/// computed them. Ranks of the tensor axis have the same sums, which count once. `tokens_max` is the limit of one rank;
-/// a ring of N ranks holds N times as many tokens of a row.
-///
-/// If the rows of a minibatch are not all learned from in the same way, each micro-batch is passed `passes` times, with
-/// the number of the pass (from 0). Each pass runs a forward and backward of its rows, even if there are none.
-pub fn accumulate(
-    learner: &mut Learner,
-    axes: &Axes,
-    lengths: &[usize],
-    tokens_max: usize,
-    passes: usize,
-    mut microbatch: impl FnMut(&mut Learner, &[usize], usize) -> Sums,
-) -> Sums {
-    let (sum, tokens_max) = (&learner.sum, tokens_max * axes.sequence.size());
-    let (cost, data) = (Cost::from_arch(learner.role.arch()), &axes.data);
-    let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
-    let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
-    learner.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();
-    let mut left = learner.microbatches.len();
-    let mut mine = Vec::new();
-    for chunk in own {
-        learner.sum.begin_chunk();
-        let mut sums = Sums::default();
-        let times = null::represented(&chunk.microbatches, lengths);
-        for (rows, times) in chunk.microbatches.iter().zip(times) {
-            left -= 1;
-            if times > 0.0 {
-                let mut add = || {
-                    let mut sums = Sums::default();
-                    for pass in 0..passes {
-                        learner.sum.begin_microbatch(left == 0 && pass + 1 == passes);
-                        sums.add(&microbatch(learner, rows, pass));
-                    }
-                    sums
-                };
-                sums.add(&null::times(times, &mut add));
+/// The rows of several objectives, counted through: first all rows of the first one.
+struct Numbered<'a> {
+    objectives: Vec<(&'a dyn Objective, Range<usize>)>,
+    lengths: Vec<usize>,
+}
+
+impl<'a> Numbered<'a> {
+    /// Objectives after the first one are left out if they have no rows.
+    fn new(objectives: &[&'a dyn Objective]) -> Self {
+        let mut all = Self { objectives: Vec::new(), lengths: Vec::new() };
+        for objective in objectives {
+            let (start, lengths) = (all.lengths.len(), objective.lengths());
+            all.lengths.extend(lengths);
+            if all.objectives.is_empty() || all.lengths.len() > start {
+                all.objectives.push((*objective, start..all.lengths.len()));
             }
         }
-        learner.sum.end_chunk(chunk.leaf);
-        mine.push((chunk.number, sums));
+        all
     }
-    let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
-    all.sort_by_key(|(number, _)| *number);
-    Sums::total(all.iter().map(|(_, sums)| sums))
+
+    /// Each objective with its part of `rows`, packed.
+    fn pack(&self, rows: &[usize]) -> impl Iterator<Item = (&'a dyn Objective, Vec<usize>, PackedRow)> {
+        self.objectives.iter().map(|(objective, range)| {
+            let own = rows.iter().filter(|row| range.contains(row)).map(|row| row - range.start).collect::<Vec<_>>();
+            let packed = objective.pack(&own);
+            (*objective, own, packed)
+        })
+    }
+}
+
+impl Learner {
+    /// Makes one optimizer step on the sum of the losses of `objectives`. Returns the sums over all ranks. A micro-batch
+    /// has at most `tokens_max` tokens on each rank of a sequence group. All ranks of the mesh call this.
+    ///
+    /// # Errors
+    /// See `step_if_finite`.
+    pub fn learn(&mut self, axes: &Axes, tokens_max: usize, objectives: &[&dyn Objective]) -> Result<Sums> {
+        let sums = self.accumulate(axes, tokens_max, objectives);
+        self.step_if_finite(axes, &sums, objectives)?;
+        Ok(sums)
+    }
+
+    /// Computes the gradient of a minibatch, and returns the sums over all ranks: first over each chunk in order, then
+    /// over the chunks, independent of the ranks that computed them. Ranks of the tensor axis have the same sums, which
+    /// count once. Each micro-batch has a pass of every objective, even one without rows of it, so that all ranks make
+    /// the same passes.
+    pub fn accumulate(&mut self, axes: &Axes, tokens_max: usize, objectives: &[&dyn Objective]) -> Sums {
+        let numbered = Numbered::new(objectives);
+        let (passes, lengths) = (numbered.objectives.len(), &numbered.lengths);
+        let (sum, tokens_max) = (&self.sum, tokens_max * axes.sequence.size());
+        let (cost, data) = (Cost::from_arch(self.role.arch()), &axes.data);
+        let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
+        let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
+        self.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();
+        let mut left = self.microbatches.len();
+        let mut mine = Vec::new();
+        for chunk in own {
+            self.sum.begin_chunk();
+            let mut sums = Sums::default();
+            let times = null::represented(&chunk.microbatches, lengths);
+            for (rows, times) in chunk.microbatches.iter().zip(times) {
+                left -= 1;
+                if times > 0.0 {
+                    let mut add = || {
+                        let mut sums = Sums::default();
+                        for (pass, (objective, rows, whole)) in numbered.pack(rows).enumerate() {
+                            self.sum.begin_microbatch(left == 0 && pass + 1 == passes);
+                            let own = whole.shard(&axes.sequence);
+                            let batch = MicroBatch { rows: &rows, whole: &whole, own: &own };
+                            sums.add(&objective.loss(&batch, self.pass(&own)));
+                        }
+                        sums
+                    };
+                    sums.add(&null::times(times, &mut add));
+                }
+            }
+            self.sum.end_chunk(chunk.leaf);
+            mine.push((chunk.number, sums));
+        }
+        let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
+        all.sort_by_key(|(number, _)| *number);
+        Sums::total(all.iter().map(|(_, sums)| sums))
+    }
+
+    /// Makes the optimizer step after `accumulate`, which returned `sums`. Does not update if the loss or the gradient
+    /// is not finite. All ranks call this.
+    ///
+    /// # Errors
+    /// `Fault`, the same on all ranks. It names the first weight, forward result or gradient that is not finite.
+    pub fn step_if_finite(&mut self, axes: &Axes, sums: &Sums, objectives: &[&dyn Objective]) -> Result<()> {
+        let (update, loss) = (self.zero.updates + 1, objectives[0].loss_key());
+        let (what, error) = if sums.get(loss).is_finite() {
+            let Err(error) = self.step(axes) else { return Ok(()) };
+            (format!("the gradient of update {update}"), error)
+        } else {
+            let what = format!("the loss of update {update}");
+            let again = format!("{}: {what} is not finite, but a second forward pass is finite", self.role.name);
+            (what, Error::fault(again).hint(non_finite::OF_MACHINE))
+        };
+        let numbered = Numbered::new(objectives);
+        let packed = self.microbatches.iter().flat_map(|rows| numbered.pack(rows));
+        let own = packed.map(|(.., row)| row.shard(&axes.sequence));
+        non_finite::forward(&self.role, axes, self.recompute, &what, own).and(Err(error))
+    }
 }

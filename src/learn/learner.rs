@@ -1,6 +1,7 @@
 //! A model that learns: its gradients, and its ranges of the optimizer state.
 
 use super::gradient_sum::GradientSum;
+use super::head_pass::Pass;
 use super::non_finite;
 use super::packed::PackedRow;
 use crate::comm::Axes;
@@ -8,17 +9,17 @@ use crate::config::job::{GradientConfig, Recompute};
 use crate::config::optim::OptimConfig;
 use crate::device::Device;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::learn::Role;
 use crate::learn::role::{key, own_pieces};
+use crate::model::Saved;
 use crate::model::params::ParamSpec;
 use crate::model::partition::Shards;
-use crate::model::{Gradients, Saved, Transformer, Weights};
 use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
+use crate::tensor::Slice;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Slice, Tensor};
 use std::ops::Range;
 
 /// The report of the last optimizer step.
@@ -39,7 +40,7 @@ pub struct Learner {
     pub microbatches: Vec<Vec<usize>>,
     shards: Shards,
     optim: OptimConfig,
-    recompute: Recompute,
+    pub(super) recompute: Recompute,
     /// Optimizer steps of the whole run: the length of the schedule.
     updates_total: u64,
 }
@@ -70,19 +71,9 @@ impl Learner {
         Ok(Self { role, sum, zero, report, microbatches, shards, optim, recompute, updates_total })
     }
 
-    /// Adds the gradient of a packed row. `head` returns the gradient of the hidden state and adds its own. Also
-    /// returns the result of `head`.
-    pub fn backward<R>(
-        &mut self,
-        row: &PackedRow,
-        head: impl FnOnce(&Transformer, &Weights, &Tensor, &mut Gradients) -> (Tensor, R),
-    ) -> R {
-        let Role { transformer: model, weights: w, .. } = &self.role;
-        let (mut saved, grads) = (Saved::new(self.recompute), &mut self.sum.grads);
-        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let (dhidden, found) = head(model, w, &hidden, grads);
-        model.backward(w, saved, &row.cu_seqlens, dhidden, grads);
-        found
+    /// A pass that adds the gradient of a packed row.
+    pub fn pass<'a>(&'a mut self, row: &'a PackedRow) -> Pass<'a> {
+        Pass { role: &self.role, row, saved: Saved::new(self.recompute), grads: &mut self.sum.grads }
     }
 
     /// Sets the master weights, if the weights are not their own masters: to the numbers that the weights were rounded
@@ -122,25 +113,6 @@ impl Learner {
             }
         }
         self.all_gather();
-    }
-
-    /// Runs the optimizer step after the gradients, whose loss was `loss` on all ranks. Does not update if the loss or
-    /// the gradient is not finite. `pack` returns this rank's part of a micro-batch of rows. All ranks call this.
-    ///
-    /// # Errors
-    /// `Fault`, the same on all ranks. It names the first weight, forward result or gradient that is not finite.
-    pub fn step_if_finite(&mut self, axes: &Axes, loss: f64, pack: impl Fn(&[usize]) -> PackedRow) -> Result<()> {
-        let update = self.zero.updates + 1;
-        let (what, error) = if loss.is_finite() {
-            let Err(error) = self.step(axes) else { return Ok(()) };
-            (format!("the gradient of update {update}"), error)
-        } else {
-            let what = format!("the loss of update {update}");
-            let again = format!("{}: {what} is not finite, but a second forward pass is finite", self.role.name);
-            (what, Error::fault(again).hint(non_finite::OF_MACHINE))
-        };
-        let rows = self.microbatches.iter().map(|rows| pack(rows));
-        non_finite::forward(&self.role, axes, self.recompute, &what, rows).and(Err(error))
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.

@@ -3,13 +3,17 @@
 
 pub mod accumulation;
 pub mod gradient_sum;
+pub mod head_pass;
 pub mod learner;
 pub mod non_finite;
+pub mod objective;
 pub mod packed;
 pub mod role;
 pub mod score;
 pub mod sums;
 pub mod tree_sum;
 
+pub use head_pass::{HeadPass, Pass};
 pub use learner::Learner;
+pub use objective::{MicroBatch, Objective};
 pub use role::Role;

@@ -153,9 +153,10 @@ impl PackedRow {
         self.part(sequence.rank(), sequence.size())
     }
 
-    /// The predicted tokens with the sets they were sampled from.
-    pub fn masked_targets(&self) -> Targets<'_> {
-        Targets { tokens: &self.targets, masks: &self.masks }
+    /// The predicted tokens, with the sets that they were sampled from if any was kept.
+    pub fn targets(&self) -> Targets<'_> {
+        let masks = if self.masks.iter().all(SamplingMask::is_whole) { &[] } else { &self.masks[..] };
+        Targets { tokens: &self.targets, masks }
     }
 
     /// The values of this part's predicted tokens, from a list with one value for each predicted token of the whole

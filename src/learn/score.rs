@@ -6,26 +6,21 @@
 use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
-use crate::learn::Role;
 use crate::learn::packed::{PackedRow, Tokens};
+use crate::learn::{HeadPass, Role};
 use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Flat, Later, Tensor};
+use crate::tensor::{Flat, Later};
 
 /// Log-probabilities of each sample's response tokens at the rollout's temperature. All ranks of the mesh call this.
 pub fn logprobs(role: &Role, axes: &Axes, samples: &[Tokens], temperature: f32, tokens_max: usize) -> Vec<Vec<f32>> {
-    let (model, w) = (&role.transformer, &role.weights);
-    over_plan(role, axes, samples, tokens_max, 0, |row, hidden| {
-        model.logprobs_on_device(w, hidden, &row.rows, row.masked_targets(), temperature, Extra::Nothing)
-    })
+    over_plan(role, axes, samples, tokens_max, 0, |head| head.logprobs_on_device(temperature, Extra::Nothing))
 }
 
 /// The values of each sample: before each response token, and one after the last. All ranks of the mesh call this.
 pub fn values(role: &Role, axes: &Axes, samples: &[Tokens], tokens_max: usize) -> Vec<Vec<f32>> {
-    over_plan(role, axes, samples, tokens_max, 1, |row, hidden| {
-        role.transformer.values_on_device(&role.weights, hidden, &row.rows)
-    })
+    over_plan(role, axes, samples, tokens_max, 1, |head| head.values_on_device())
 }
 
 /// Packs the samples' tokens. The states before response tokens are scored and, if `last` is 1, the state after the
@@ -41,15 +36,14 @@ fn pack(samples: &[Tokens], rows: &[usize], last: usize) -> PackedRow {
     packed
 }
 
-/// One value for each state of every sample that `pack` scores. `score` returns the values of a packed row from its
-/// hidden state.
+/// One value for each state of every sample that `pack` scores. `score` returns the values of a packed row.
 fn over_plan(
     role: &Role,
     axes: &Axes,
     samples: &[Tokens],
     tokens_max: usize,
     last: usize,
-    score: impl Fn(&PackedRow, &Tensor) -> Flat,
+    score: impl Fn(HeadPass) -> Flat,
 ) -> Vec<Vec<f32>> {
     let lengths: Vec<usize> = samples.iter().map(|sample| sample.tokens.len()).collect();
     let parts = axes.sequence.size();
@@ -61,8 +55,7 @@ fn over_plan(
     let own = &plan[axes.data.rank()];
     for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
         let row = pack(samples, rows, last).shard(&axes.sequence);
-        let forward = || role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None);
-        let found = null::times(times, || score(&row, &forward())).later();
+        let found = null::times(times, || score(HeadPass::forward(role, &row))).later();
         mine.extend(before.replace(found).map(Later::into_values).unwrap_or_default());
     }
     mine.extend(before.map(Later::into_values).unwrap_or_default());

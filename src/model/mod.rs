@@ -38,7 +38,7 @@ mod vocabulary;
 pub use arch::{Arch, Head};
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};
-pub use heads::DistillTargets;
+pub use heads::{DistillTargets, Teacher};
 pub use params::{ParamId, ParamSpec, ParamTable};
 pub use part::TensorPart;
 pub use partition::Shards;

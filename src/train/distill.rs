@@ -2,25 +2,23 @@
 //! (arXiv:1503.02531). `on_policy` holds distillation on the student's own samples.
 
 use super::models::ModelSpec;
-use super::sft::pack;
-use super::supervised::{self, Method, Minibatch, Numbers, lengths};
+use super::supervised::{Method, Minibatch, Numbers, evaluate};
 use crate::config::Config;
 use crate::config::distill::DistillConfig;
 use crate::config::mesh::RoleName;
 use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
-use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role};
+use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role};
 use crate::loss::distill::sampled_reverse_kl;
 use crate::metrics::keys;
 use crate::model::{DistillTargets, Head};
 use crate::ops::linear_divergence::Divergences;
-use crate::tensor::Tensor;
 use crate::tensor::arena::Buffer;
 use crate::text::Tokenizer;
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// Tokens and optimizer steps that were counted.
@@ -53,13 +51,12 @@ impl Method for Distill {
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        let sums = self.learn(run, learner, &lengths(batch.rows), |chosen| pack(batch.rows, chosen))?;
-        Ok(sums.means(REPORTED))
+        Ok(self.learn(run, learner, &tokens_of(batch.rows))?.means(REPORTED))
     }
 
     /// Loss and divergence on held-out rows.
     fn evaluate(&mut self, run: &mut Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
-        self.measure(run, &learner.role, &lengths(batch.rows), |chosen| pack(batch.rows, chosen))
+        self.measure(run, &learner.role, &tokens_of(batch.rows))
     }
 }
 
@@ -79,52 +76,36 @@ impl Distill {
         done
     }
 
-    /// One optimizer step on rows of `lengths` tokens, which `pack` turns into packed rows. The loss is a mean over all
-    /// tokens that they predict. Returns sums of the measurements. All ranks call this.
-    pub fn learn(
-        &mut self,
-        run: &Run,
-        learner: &mut Learner,
-        lengths: &[usize],
-        pack: impl Fn(&[usize]) -> PackedRow,
-    ) -> Result<Sums> {
+    /// One optimizer step on rows. The loss is a mean over all tokens that they predict. Returns sums of the
+    /// measurements. All ranks call this.
+    pub fn learn(&mut self, run: &Run, learner: &mut Learner, rows: &[LearnedTokens]) -> Result<Sums> {
         let (config, axes) = (&run.config.distill, &run.ranks.axes);
-        let total = pack(&(0..lengths.len()).collect::<Vec<_>>()).rows.len();
+        let total = rows.iter().map(LearnedTokens::count).sum::<usize>();
         if total == 0 {
             return Err(
                 Error::data("a minibatch has no tokens to learn").hint("check that its responses are not empty")
             );
         }
         let weight = 1.0 / total as f32;
-        let part = |chosen: &[usize]| pack(chosen).shard(&axes.sequence);
         let mut sums = self.present(run, |teachers| {
-            accumulate(learner, axes, lengths, config.microbatch_tokens_max, 1, |learner, chosen, _| {
-                microbatch(config, learner, teachers, &part(chosen), weight)
-            })
+            let objective = Distillation { config, rows, teachers, weight };
+            learner.accumulate(axes, config.microbatch_tokens_max, &[&objective])
         });
-        learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
+        learner.step_if_finite(axes, &sums, &[&Distillation { config, rows, teachers: &self.0, weight }])?;
         let report = learner.report;
         sums.add(&Sums::from_list([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
         Ok(sums)
     }
 
     /// Means of loss and divergence over held-out rows, as `learn` computes them. All ranks call this.
-    pub fn measure(
-        &mut self,
-        run: &Run,
-        student: &Role,
-        lengths: &[usize],
-        pack: impl Fn(&[usize]) -> PackedRow,
-    ) -> Result<Numbers> {
+    pub fn measure(&mut self, run: &Run, student: &Role, rows: &[LearnedTokens]) -> Result<Numbers> {
         let config = &run.config.distill;
         let sums = self.present(run, |teachers| {
-            supervised::evaluate(run, student, lengths, config.microbatch_tokens_max, |chosen| {
-                let row = pack(chosen).shard(&run.ranks.axes.sequence);
-                let distill_targets = distill_targets(config, teachers, &row);
-                let (model, w) = (&student.transformer, &student.weights);
-                let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-                let (found, logprobs) = model.divergences(w, &hidden, &row.rows, &row.targets, &distill_targets);
-                vec![measured(config, &logprobs, &found, 1.0)]
+            let objective = Distillation { config, rows, teachers, weight: 1.0 };
+            evaluate(run, student, &objective, config.microbatch_tokens_max, |packed| {
+                let targets = objective.targets(packed.own);
+                let (found, logprobs) = HeadPass::forward(student, packed.own).divergences(&targets);
+                vec![objective.sums(&logprobs, &found)]
             })
         })?;
         let sums = Sums::total(&sums);
@@ -133,78 +114,94 @@ impl Distill {
     }
 }
 
-/// A teacher's hidden states of a packed row.
-fn hidden(role: &Role, row: &PackedRow) -> Tensor {
-    role.transformer.forward(&role.weights, &row.tokens, &row.positions, row.keys(), None)
+/// Tokens of a row, of which those with a mask of 1 are learned. The first token is not predicted.
+pub struct LearnedTokens<'a> {
+    pub tokens: Cow<'a, [u32]>,
+    pub mask: Cow<'a, [u8]>,
 }
 
-/// The distributions of the teachers for the tokens that a packed row predicts.
-fn distill_targets<'a>(config: &DistillConfig, teachers: &'a [(Role, f32)], row: &PackedRow) -> DistillTargets<'a> {
-    let precomputed = |(role, weight): &'a (Role, f32)| {
-        role.transformer.teacher(&role.weights, &hidden(role, row), &row.rows, *weight)
-    };
-    let teachers = teachers.iter().map(precomputed).collect();
-    DistillTargets { teachers, divergence: config.divergence, temperature: config.temperature }
-}
-
-/// Sums over the tokens of a packed row, each with `weight` in the loss.
-fn measured(config: &DistillConfig, logprobs: &[f32], found: &Divergences, weight: f64) -> Sums {
-    let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
-    let ([by_ce, by_kl], ce) = (config.coefs(), -sum(logprobs));
-    let mut sums = Sums::from_list([
-        (keys::LOSS, weight * (by_ce * ce + by_kl * sum(&found.losses))),
-        (keys::KL_MEAN, sum(&found.values)),
-        (TOKENS, logprobs.len() as f64),
-    ]);
-    if !config.on_policy {
-        sums.add(&Sums::from_list([(keys::CE_MEAN, ce)]));
+impl LearnedTokens<'_> {
+    fn count(&self) -> usize {
+        self.mask.iter().skip(1).filter(|mask| **mask != 0).count()
     }
-    sums
 }
 
-/// Accumulates the gradient of one packed row, then frees the teachers' hidden states.
-fn microbatch(
-    config: &DistillConfig,
-    learner: &mut Learner,
-    teachers: &[(Role, f32)],
-    row: &PackedRow,
+fn tokens_of(rows: &[SftRow]) -> Vec<LearnedTokens<'_>> {
+    rows.iter().map(|row| LearnedTokens { tokens: (&row.tokens).into(), mask: (&row.mask).into() }).collect()
+}
+
+/// ce_coef * cross-entropy + (1 - ce_coef) * divergence from the teachers' distributions, each token with `weight`.
+struct Distillation<'a> {
+    config: &'a DistillConfig,
+    rows: &'a [LearnedTokens<'a>],
+    teachers: &'a [(Role, f32)],
     weight: f32,
-) -> Sums {
-    if !config.full_vocabulary {
-        return sampled_microbatch(config, learner, teachers, row, weight);
-    }
-    let (distill_targets, weights) =
-        (distill_targets(config, teachers, row), config.coefs().map(|coef| coef as f32 * weight));
-    let (found, logprobs) = learner.backward(row, move |model, w, hidden, grads| {
-        let (dhidden, found, logprobs) =
-            model.divergences_backward(w, hidden, &row.rows, &row.targets, &distill_targets, weights, grads);
-        (dhidden, (found, logprobs))
-    });
-    measured(config, &logprobs, &found, weight.into())
 }
 
-/// The same from the log-probabilities of the sampled tokens alone.
-fn sampled_microbatch(
-    config: &DistillConfig,
-    learner: &mut Learner,
-    teachers: &[(Role, f32)],
-    row: &PackedRow,
-    weight: f32,
-) -> Sums {
-    let mut of_teachers = vec![0.0; row.rows.len()];
-    for (role, weight) in teachers {
-        let hidden = hidden(role, row);
-        let (model, w) = (&role.transformer, &role.weights);
-        let (logprobs, _) = model.logprobs(w, &hidden, &row.rows, &row.targets, config.temperature, false);
-        of_teachers.iter_mut().zip(logprobs).for_each(|(sum, logprob)| *sum += weight * logprob);
+impl Distillation<'_> {
+    /// The distributions of the teachers for the tokens that a packed row predicts.
+    fn targets<'a>(&'a self, row: &'a PackedRow) -> DistillTargets<'a> {
+        let teachers = self.teachers.iter().map(|(role, weight)| HeadPass::forward(role, row).teacher(*weight));
+        let DistillConfig { divergence, temperature, .. } = *self.config;
+        DistillTargets { teachers: teachers.collect(), divergence, temperature }
     }
-    let mut kl = 0.0;
-    let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
-        kl += sampled_reverse_kl(l, &of_teachers[range], weight, dlogprobs);
-    };
-    learner.backward(row, |model, w, hidden, grads| {
-        let (rows, temperature) = (&row.rows, config.temperature);
-        (model.logprobs_backward(w, hidden, rows, &row.targets, temperature, &mut loss, grads).0, ())
-    });
-    Sums::from_list([(keys::LOSS, f64::from(weight) * kl), (keys::KL_MEAN, kl), (TOKENS, row.rows.len() as f64)])
+
+    /// Sums over the tokens of a packed row.
+    fn sums(&self, logprobs: &[f32], found: &Divergences) -> Sums {
+        let sum = |x: &[f32]| x.iter().map(|x| f64::from(*x)).sum::<f64>();
+        let ([by_ce, by_kl], ce) = (self.config.coefs(), -sum(logprobs));
+        let mut sums = Sums::from_list([
+            (keys::LOSS, f64::from(self.weight) * (by_ce * ce + by_kl * sum(&found.losses))),
+            (keys::KL_MEAN, sum(&found.values)),
+            (TOKENS, logprobs.len() as f64),
+        ]);
+        if !self.config.on_policy {
+            sums.add(&Sums::from_list([(keys::CE_MEAN, ce)]));
+        }
+        sums
+    }
+
+    /// The loss from the log-probabilities of the sampled tokens alone.
+    fn sampled_loss(&self, row: &PackedRow, pass: Pass) -> Sums {
+        let temperature = self.config.temperature;
+        let mut of_teachers = vec![0.0; row.rows.len()];
+        for (role, weight) in self.teachers {
+            let logprobs = HeadPass::forward(role, row).logprobs(temperature);
+            of_teachers.iter_mut().zip(logprobs).for_each(|(sum, logprob)| *sum += weight * logprob);
+        }
+        let mut kl = 0.0;
+        let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
+            kl += sampled_reverse_kl(l, &of_teachers[range], self.weight, dlogprobs);
+        };
+        pass.run(|head| head.token_loss(temperature, &mut loss));
+        Sums::from_list([
+            (keys::LOSS, f64::from(self.weight) * kl),
+            (keys::KL_MEAN, kl),
+            (TOKENS, row.rows.len() as f64),
+        ])
+    }
+}
+
+impl Objective for Distillation<'_> {
+    fn lengths(&self) -> Vec<usize> {
+        self.rows.iter().map(|row| row.tokens.len()).collect()
+    }
+
+    fn pack(&self, rows: &[usize]) -> PackedRow {
+        let mut packed = PackedRow::new();
+        for LearnedTokens { tokens, mask } in rows.iter().map(|&i| &self.rows[i]) {
+            packed.push_where(tokens, |i| mask[i] != 0);
+        }
+        packed
+    }
+
+    fn loss(&self, packed: &MicroBatch, pass: Pass) -> Sums {
+        if !self.config.full_vocabulary {
+            return self.sampled_loss(packed.own, pass);
+        }
+        // The teachers' forward passes are before the student's, whose activations are kept.
+        let (targets, weights) = (self.targets(packed.own), self.config.coefs().map(|coef| coef as f32 * self.weight));
+        let (found, logprobs) = pass.run(move |head| head.divergence_loss(&targets, weights));
+        self.sums(&logprobs, &found)
+    }
 }

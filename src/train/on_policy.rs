@@ -1,7 +1,7 @@
 //! On-policy distillation on one page: prompts -> the student's samples -> distributions of student and teachers ->
 //! loss -> gradient -> step (arXiv:2306.13649). Sampling, stopping and resuming work as in PPO.
 
-use super::distill::{Distill, REPORTED, UPDATES};
+use super::distill::{Distill, LearnedTokens, REPORTED, UPDATES};
 use super::evaluate::EVAL_STEPS;
 use super::job::{Ended, Job, Step};
 use super::models::{JobModel, ModelSpec};
@@ -15,7 +15,6 @@ use crate::experience::{Experience, Prompt};
 use crate::launch::banner::BannerRows;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::packed::PackedRow;
 use crate::learn::{Learner, Role};
 use crate::metrics::Phases;
 use crate::metrics::keys::{self, Metrics, named};
@@ -106,7 +105,7 @@ impl Job for OnPolicy {
         })?;
         ppo.learn(run, step, &mut work, 1, size, |ppo, run, samples| {
             let student = ppo.actor.as_mut().expect("a job without a placement has all models on each rank");
-            distill.learn(run, student, &lengths(samples), |chosen| pack(samples, chosen))
+            distill.learn(run, student, &tokens_of(samples))
         })?;
         let mut all = work.values.clone();
         all.extend(named(work.sums.means(REPORTED)));
@@ -126,7 +125,7 @@ impl Job for OnPolicy {
         values?;
         let samples: Vec<&Experience> = samples.iter().collect();
         let student = &self.ppo.actor.as_ref().expect("a job without a placement has all models on each rank").role;
-        let measured = self.distill.measure(run, student, &lengths(&samples), |chosen| pack(&samples, chosen))?;
+        let measured = self.distill.measure(run, student, &tokens_of(&samples))?;
         let mut all = named(measured);
         if run.config.reward.is_set() {
             let scored = self.ppo.evaluate(run, step)?;
@@ -139,19 +138,13 @@ impl Job for OnPolicy {
     }
 }
 
-fn lengths(samples: &[&Experience]) -> Vec<usize> {
-    samples.iter().map(|sample| sample.length()).collect()
-}
-
-/// Packs the samples `chosen`. The student's own tokens of a response are predicted (`mask`), not the tokens of
-/// an environment.
-fn pack(samples: &[&Experience], chosen: &[usize]) -> PackedRow {
-    let mut packed = PackedRow::new();
-    for sample in chosen.iter().map(|&i| samples[i]) {
-        let first = sample.prompt.tokens.len();
-        packed.push_where(&sample.tokens(), |i| i >= first && sample.mask[i - first] != 0);
-    }
-    packed
+/// The student's own tokens of each response are learned (`mask`), not the tokens of an environment.
+fn tokens_of<'a>(samples: &[&'a Experience]) -> Vec<LearnedTokens<'a>> {
+    let of_sample = |sample: &&'a Experience| {
+        let mask = std::iter::repeat_n(0, sample.prompt.tokens.len()).chain(sample.mask.iter().copied());
+        LearnedTokens { tokens: sample.tokens().into(), mask: mask.collect() }
+    };
+    samples.iter().map(of_sample).collect()
 }
 
 #[cfg(test)]
@@ -164,8 +157,7 @@ mod tests {
         let prompt = Prompt { tokens: vec![1, 2], ..Prompt::default() };
         let response = Response { tokens: vec![3, 4, 5, 6], ..Response::default() };
         let sample = Experience { prompt, response, mask: vec![1, 0, 0, 1], ..Experience::default() };
-        let packed = pack(&[&sample, &sample], &[1, 0]);
-        assert_eq!(packed.tokens, [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]);
-        assert_eq!((packed.rows, packed.targets), (vec![1, 4, 7, 10], vec![3, 6, 3, 6]));
+        let learned = &tokens_of(&[&sample])[0];
+        assert_eq!((&learned.tokens[..], &learned.mask[..]), (&[1, 2, 3, 4, 5, 6][..], &[0, 0, 1, 0, 0, 1][..]));
     }
 }

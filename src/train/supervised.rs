@@ -11,19 +11,16 @@ use crate::data::{Row, RowSource, Rows, SftRow};
 use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::learn::accumulation::accumulate;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role, role};
+use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role, role};
 use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
-use crate::model::{Arch, Head, Transformer, Weights};
-use crate::tensor::Tensor;
+use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -247,11 +244,39 @@ impl<M: ExampleLoss> LossInput<'_, M> {
     }
 }
 
-/// The model's outputs for the predicted tokens of a row.
-fn numbers(model: &Transformer, w: &Weights, hidden: &Tensor, row: &PackedRow) -> Vec<f32> {
-    match w.table.head() {
-        Head::LanguageModel => model.logprobs(w, hidden, &row.rows, &row.targets, 1.0, false).0,
-        Head::Value => model.values(w, hidden, &row.rows),
+/// The losses of a minibatch's rows, each with `weight`.
+struct Examples<'a, M: Method> {
+    method: &'a M,
+    run: &'a Run,
+    batch: &'a Minibatch<'a, M>,
+    weight: f64,
+}
+
+impl<M: ExampleLoss> Examples<'_, M> {
+    /// The results of packed rows, and the derivatives of their loss by the outputs of this rank.
+    fn measure(&self, packed: &MicroBatch, head: &HeadPass) -> (Vec<ExampleSums>, Vec<f32>) {
+        let Self { method, run, batch, weight } = *self;
+        let MicroBatch { rows: chosen, whole, own: row } = *packed;
+        method.loss(&LossInput { run, batch, weight, chosen, whole, row, numbers: head.outputs() })
+    }
+}
+
+impl<M: ExampleLoss> Objective for Examples<'_, M> {
+    fn lengths(&self) -> Vec<usize> {
+        lengths(self.batch.rows)
+    }
+
+    fn pack(&self, rows: &[usize]) -> PackedRow {
+        self.method.pack(self.batch, rows)
+    }
+
+    fn loss(&self, packed: &MicroBatch, pass: Pass) -> Sums {
+        let examples = pass.run(|head| {
+            let (examples, slopes) = self.measure(packed, head);
+            head.backward(&slopes);
+            examples
+        });
+        Sums::total(examples.iter().map(|(.., of)| of))
     }
 }
 
@@ -263,29 +288,8 @@ pub fn update<M: ExampleLoss>(
     batch: &Minibatch<M>,
     weight: f64,
 ) -> Result<Sums> {
-    let (axes, [_, tokens_max, _]) = (&run.ranks.axes, M::shape(&run.config));
-    let sums = accumulate(learner, axes, &lengths(batch.rows), tokens_max, 1, |learner, chosen, _| {
-        let whole = &method.pack(batch, chosen);
-        let row = &whole.shard(&axes.sequence);
-        let examples = learner.backward(row, |model, w, hidden, grads| {
-            let numbers = numbers(model, w, hidden, row);
-            let (examples, slopes) = method.loss(&LossInput { run, batch, weight, chosen, whole, row, numbers });
-            let mut given = |range: Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], _: &mut [f32]| {
-                dl.copy_from_slice(&slopes[range]);
-            };
-            let dhidden = match w.table.head() {
-                Head::LanguageModel => {
-                    model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut given, grads).0
-                }
-                Head::Value => model.values_backward(w, hidden, &row.rows, &slopes, grads),
-            };
-            (dhidden, examples)
-        });
-        Sums::total(examples.iter().map(|(.., of)| of))
-    });
-    let part = |chosen: &[usize]| method.pack(batch, chosen).shard(&axes.sequence);
-    learner.step_if_finite(axes, sums.get(keys::LOSS), part)?;
-    Ok(sums)
+    let [_, tokens_max, _] = M::shape(&run.config);
+    learner.learn(&run.ranks.axes, tokens_max, &[&Examples { method, run, batch, weight }])
 }
 
 /// Evaluates held-out rows and records the first of them. Returns the result of each row and the sums over all rows, in
@@ -298,13 +302,9 @@ pub fn evaluate_examples<M: ExampleLoss>(
     weight: f64,
 ) -> Result<(Vec<ExampleSums>, Sums)> {
     let [_, tokens_max, _] = M::shape(&run.config);
-    let (model, w, here) = (&role.transformer, &role.weights, &*run);
-    let examples = evaluate(here, role, &lengths(batch.rows), tokens_max, |chosen| {
-        let whole = &method.pack(batch, chosen);
-        let row = &whole.shard(&here.ranks.axes.sequence);
-        let hidden = model.forward(w, &row.tokens, &row.positions, row.keys(), None);
-        let numbers = numbers(model, w, &hidden, row);
-        method.loss(&LossInput { run: here, batch, weight, chosen, whole, row, numbers }).0
+    let objective = Examples { method, run, batch, weight };
+    let examples = evaluate(run, role, &objective, tokens_max, |packed| {
+        objective.measure(packed, &HeadPass::forward(role, packed.own)).0
     })?;
     let mut in_order: Vec<&ExampleSums> = examples.iter().collect();
     in_order.sort_by_key(|(row, example, _)| (*row, *example));
@@ -325,35 +325,37 @@ pub fn lengths<T: Row>(rows: &[T]) -> Vec<usize> {
     rows.iter().map(|row| row.sequences().iter().sum()).collect()
 }
 
-/// The results of `measure` on held-out rows of `lengths` tokens, on all ranks and in row order. Rows are measured one
-/// micro-batch at a time. All ranks call this.
+/// The results of `measure` on held-out rows, on all ranks and in row order. Rows are measured one micro-batch at a time.
+/// All ranks call this.
 pub fn evaluate<T: Serialize + DeserializeOwned>(
     run: &Run,
     role: &Role,
-    lengths: &[usize],
+    rows: &dyn Objective,
     tokens_max: usize,
-    measure: impl FnMut(&[usize]) -> Vec<T>,
+    measure: impl FnMut(&MicroBatch) -> Vec<T>,
 ) -> Result<Vec<T>> {
-    records::gather(&run.ranks.axes.zero, &evaluate_share(run, role, lengths, tokens_max, measure)?)
+    records::gather(&run.ranks.axes.zero, &evaluate_share(run, role, rows, tokens_max, measure)?)
 }
 
 /// The same for this rank's share.
 pub fn evaluate_share<T>(
     run: &Run,
     role: &Role,
-    lengths: &[usize],
+    rows: &dyn Objective,
     tokens_max: usize,
-    mut measure: impl FnMut(&[usize]) -> Vec<T>,
+    mut measure: impl FnMut(&MicroBatch) -> Vec<T>,
 ) -> Result<Vec<T>> {
     let axes = &run.ranks.axes;
     let tokens_max = tokens_max * axes.sequence.size();
-    let plan = balance::plan(lengths, axes.data.size(), tokens_max, &Cost::from_arch(role.arch()));
+    let plan = balance::plan(&rows.lengths(), axes.data.size(), tokens_max, &Cost::from_arch(role.arch()));
     let mut mine = Vec::new();
     for chosen in &plan[axes.data.rank()] {
         if run.stop_requested() {
             return Err(Error::new(Kind::Stopped, "stopped during the evaluation"));
         }
-        mine.extend(measure(chosen));
+        let whole = rows.pack(chosen);
+        let own = whole.shard(&axes.sequence);
+        mine.extend(measure(&MicroBatch { rows: chosen, whole: &whole, own: &own }));
     }
     Ok(mine)
 }

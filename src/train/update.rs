@@ -1,16 +1,15 @@
 //! One optimizer step of PPO: from a minibatch of experience to new weights.
 
-use super::sft;
+use super::sft::CrossEntropy;
 use crate::comm::{Axes, Group};
 use crate::config::Config;
 use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::data::SftRow;
 use crate::error::Result;
 use crate::experience::Experience;
-use crate::learn::Learner;
-use crate::learn::accumulation::accumulate;
 use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::sums::{Sums, larger};
+use crate::learn::{Learner, MicroBatch, Objective, Pass};
 use crate::loss::aggregation::{self, Totals};
 use crate::loss::correction;
 use crate::loss::policy::{PolicySums, PolicyTokens, policy_loss};
@@ -72,20 +71,10 @@ impl Update<'_> {
     ) -> Result<Sums> {
         let mut sums = Sums::default();
         for learner in actor.into().into_iter().chain(critic) {
-            let [loss, steps, norm, norm_max, lr] = match learner.role.weights.table.head() {
-                Head::LanguageModel => OF_ACTOR,
-                Head::Value => OF_CRITIC,
-            };
-            sums.add(&self.gradient(learner, samples));
-            let part = |rows: &[usize]| {
-                let (samples, texts) = split(samples, rows);
-                let mut row: PackedRow = samples.into_iter().map(Tokens::from_sample).collect();
-                for i in texts {
-                    row.push(&self.texts[i].tokens, 1);
-                }
-                row.shard(&self.axes.sequence)
-            };
-            learner.step_if_finite(self.axes, sums.get(loss), part)?;
+            let [_, steps, norm, norm_max, lr] = keys_of(learner);
+            sums.add(&self.with(learner, samples, |learner, objectives| {
+                learner.learn(self.axes, self.config.ppo.microbatch_tokens_max, objectives)
+            })?);
             let report = learner.report;
             let of_step = [(steps, 1.0), (norm, report.grad_norm), (norm_max, report.grad_norm), (lr, report.lr)];
             sums.add(&Sums::from_list(of_step));
@@ -95,63 +84,95 @@ impl Update<'_> {
 
     /// Accumulates the gradient of the actor or the critic over the minibatch. All ranks of its mesh call this.
     pub fn gradient(&self, learner: &mut Learner, samples: &[&Experience]) -> Sums {
-        let (microbatch, texts) = match learner.role.weights.table.head() {
-            Head::LanguageModel => {
-                (Self::policy_microbatch as fn(&Self, &mut Learner, &[&Experience], Totals) -> Sums, self.texts)
-            }
-            Head::Value => (Self::value_microbatch as _, &[][..]),
-        };
+        self.with(learner, samples, |learner, objectives| {
+            learner.accumulate(self.axes, self.config.ppo.microbatch_tokens_max, objectives)
+        })
+    }
+
+    /// Runs `work` with the objectives of the actor or the critic:
+    ///
+    /// actor: policy loss of the samples + ptx_coef * mean over the tokens of texts of -l; critic: value loss.
+    fn with<R>(
+        &self,
+        learner: &mut Learner,
+        samples: &[&Experience],
+        work: impl FnOnce(&mut Learner, &[&dyn Objective]) -> R,
+    ) -> R {
         let mut totals = Totals::default();
         for sample in samples {
             totals.add_mask(&sample.mask);
         }
-        let tokens_max = self.config.ppo.microbatch_tokens_max;
-        let lengths = samples.iter().map(|sample| sample.length()).chain(texts.iter().map(|text| text.tokens.len()));
-        let (lengths, passes) = (lengths.collect::<Vec<_>>(), if texts.is_empty() { 1 } else { 2 });
-        accumulate(learner, self.axes, &lengths, tokens_max, passes, |learner, rows, pass| {
-            let (samples, chosen) = split(samples, rows);
-            match pass {
-                0 => microbatch(self, learner, &samples, totals),
-                _ => self.text_microbatch(learner, &chosen),
-            }
-        })
+        let Self { config, axes, kl_beta, texts } = *self;
+        if learner.role.weights.table.head() == Head::Value {
+            return work(learner, &[&ValueObjective { config, samples, totals }]);
+        }
+        let tokens: usize = texts.iter().map(|text| text.tokens.len().saturating_sub(1)).sum();
+        let weights = [config.ppo.ptx_coef, 1.0].map(|coef| coef / tokens.max(1) as f32);
+        let texts = CrossEntropy { rows: texts.iter().map(|text| (text, weights)).collect() };
+        work(learner, &[&PolicyObjective { config, axes, kl_beta, samples, totals }, &texts])
+    }
+}
+
+/// Keys of the model's loss, steps, norm of the gradient, its maximum, and learning rate.
+fn keys_of(learner: &Learner) -> [&'static str; 5] {
+    match learner.role.weights.table.head() {
+        Head::LanguageModel => OF_ACTOR,
+        Head::Value => OF_CRITIC,
+    }
+}
+
+fn pack(samples: &[&Experience], rows: &[usize]) -> PackedRow {
+    rows.iter().map(|&i| Tokens::from_sample(samples[i])).collect()
+}
+
+/// One value for each token that a packed row predicts.
+fn column(samples: &[&Experience], rows: &[usize], of: fn(&Experience) -> &[f32]) -> Vec<f32> {
+    rows.iter().flat_map(|&i| of(samples[i])).copied().collect()
+}
+
+/// L = sum_t w_t f_t policy_loss(l_t, l_old_t, A_t) - entropy_coef mean(H) + kl_coef mean(KL), with l_t the
+/// log-probability of token t, w_t its weight in the aggregation, f_t its importance weight, A_t its advantage
+/// (`loss::policy`).
+struct PolicyObjective<'a> {
+    config: &'a Config,
+    axes: &'a Axes,
+    kl_beta: f32,
+    samples: &'a [&'a Experience],
+    totals: Totals,
+}
+
+impl Objective for PolicyObjective<'_> {
+    fn lengths(&self) -> Vec<usize> {
+        self.samples.iter().map(|sample| sample.length()).collect()
     }
 
-    /// + ptx_coef * cross-entropy of the pretraining tokens, a mean over those of the minibatch
-    fn text_microbatch(&self, actor: &mut Learner, chosen: &[usize]) -> Sums {
-        let row = sft::pack(self.texts, chosen).shard(&self.axes.sequence);
-        let tokens: usize = self.texts.iter().map(|text| text.tokens.len().saturating_sub(1)).sum();
-        let weights = |weight: f32| vec![weight / tokens.max(1) as f32; row.rows.len()];
-        sft::microbatch(actor, &row, &weights(self.config.ppo.ptx_coef), &weights(1.0))
+    fn pack(&self, rows: &[usize]) -> PackedRow {
+        pack(self.samples, rows)
     }
 
-    fn policy_microbatch(&self, actor: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let whole = PolicyBatch::new(self.config, samples, totals);
-        let batch = whole.part(whole.row.shard(&self.axes.sequence));
-        let (row, temperature) = (&batch.row, self.config.rollout.temperature);
-        let (ppo, mut found) = (&self.config.ppo, PolicySums::default());
-        let logprobs = actor.backward(row, |model, w, hidden, grads| {
+    fn loss(&self, MicroBatch { rows, whole, own }: &MicroBatch, pass: Pass) -> Sums {
+        let Config { ppo, rollout, .. } = self.config;
+        let all = self.columns(rows);
+        let columns = all.select(own);
+        let mut found = PolicySums::default();
+        let logprobs = pass.run(|head| {
             // The ratio is that of the whole sequence, so all its log-probabilities are needed before any derivative.
             let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
-                let (logprobs, entropy) = model.logprobs(w, hidden, &row.rows, row.masked_targets(), temperature, true);
-                let (of_sequences, slopes) = self.sequence_loss(&whole, &logprobs, &entropy);
+                let (logprobs, entropy) = head.logprobs_and_entropies(rollout.temperature);
+                let (of_sequences, slopes) = self.sequence_loss(whole, &all, &logprobs, &entropy);
                 found = of_sequences;
-                slopes.map(|slopes| row.select(&slopes))
+                slopes.map(|slopes| own.select(&slopes))
             });
             let mut loss = |range: Range<usize>, l: &[f32], h: &[f32], dl: &mut [f32], dh: &mut [f32]| match &slopes {
                 Some([by_logprob, by_entropy]) => {
                     dl.copy_from_slice(&by_logprob[range.clone()]);
                     dh.copy_from_slice(&by_entropy[range]);
                 }
-                None => found += policy_loss(ppo, self.kl_beta, &batch.tokens(range, l, h), dl, dh),
+                None => found += policy_loss(ppo, self.kl_beta, &columns.tokens(range, l, h), dl, dh),
             };
-            let targets = row.masked_targets();
-            let (dhidden, logprobs, _) =
-                model.logprobs_backward(w, hidden, &row.rows, targets, temperature, &mut loss, grads);
-            (dhidden, logprobs)
+            head.token_loss(rollout.temperature, &mut loss)
         });
-        let [old_logprobs, .., weights] = &batch.columns;
-        let learned = logprobs.iter().zip(old_logprobs).zip(weights).filter(|(_, w)| **w != 0.0);
+        let learned = logprobs.iter().zip(&columns.old_logprobs).zip(&columns.weights).filter(|(_, w)| **w != 0.0);
         let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
         Sums::from_list([
             (keys::LOSS, found.loss),
@@ -164,18 +185,26 @@ impl Update<'_> {
             (keys::LOGPROB_GAP_MAX, gaps.fold(0.0, larger)),
         ])
     }
+}
 
+impl PolicyObjective<'_> {
     /// The loss of whole sequences from the log-probabilities and entropies of this rank's tokens. Returns sums, and
     /// the derivatives by the log-probability and the entropy of every token of the row. Ranks of the sequence axis
     /// compute the same derivatives. Each sequence counts on one of them.
-    fn sequence_loss(&self, whole: &PolicyBatch, logprobs: &[f32], entropy: &[f32]) -> (PolicySums, [Vec<f32>; 2]) {
+    fn sequence_loss(
+        &self,
+        row: &PackedRow,
+        columns: &PolicyColumns,
+        logprobs: &[f32],
+        entropy: &[f32],
+    ) -> (PolicySums, [Vec<f32>; 2]) {
         let sequence: &Group = &self.axes.sequence;
-        let [logprobs, entropy] = [logprobs, entropy].map(|mine| whole.row.gather(sequence, mine));
+        let [logprobs, entropy] = [logprobs, entropy].map(|mine| row.gather(sequence, mine));
         let mut sums = PolicySums::default();
         let (mut dl, mut dh) = (vec![0.0; logprobs.len()], vec![0.0; logprobs.len()]);
-        for (i, ends) in whole.row.row_offsets.windows(2).enumerate() {
+        for (i, ends) in row.row_offsets.windows(2).enumerate() {
             let r = ends[0]..ends[1];
-            let tokens = whole.tokens(r.clone(), &logprobs[r.clone()], &entropy[r.clone()]);
+            let tokens = columns.tokens(r.clone(), &logprobs[r.clone()], &entropy[r.clone()]);
             let found = policy_loss(&self.config.ppo, self.kl_beta, &tokens, &mut dl[r.clone()], &mut dh[r]);
             if i % sequence.size() == sequence.rank() {
                 sums += found;
@@ -184,22 +213,94 @@ impl Update<'_> {
         (sums, [dl, dh])
     }
 
-    fn value_microbatch(&self, critic: &mut Learner, samples: &[&Experience], totals: Totals) -> Sums {
-        let whole: PackedRow = samples.iter().copied().map(Tokens::from_sample).collect();
-        let row = &whole.shard(&self.axes.sequence);
-        let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
-        let (returns, old_values): (Vec<f32>, Vec<f32>) = (column(|s| &s.returns), column(|s| &s.values));
-        let mut weights = Vec::new();
-        for sample in samples {
-            // A mean over tokens, independent of the policy's aggregation.
-            aggregation::weights(Aggregation::Token, &sample.mask, totals, 1, &mut weights);
+    fn columns(&self, rows: &[usize]) -> PolicyColumns {
+        let (ppo, longest) = (&self.config.ppo, self.config.rollout.response_tokens_max);
+        let (mut factors, mut weights) = (Vec::new(), Vec::new());
+        for Experience { mask, response, .. } in rows.iter().map(|&i| self.samples[i]) {
+            aggregation::weights(ppo.aggregation_in_force(), mask, self.totals, longest, &mut weights);
+            if ppo.correction != Correction::None {
+                let range = [ppo.correction_low, ppo.correction_high];
+                let (old, sampled) = (&response.logprobs, &response.sample_logprobs);
+                correction::factors(ppo.correction, range, old, sampled, mask, &mut factors);
+            }
         }
-        let [old_values, returns, weights] = [old_values, returns, weights].map(|x| row.select(&x));
-        let found = critic.backward(row, |model, w, hidden, grads| {
-            let values = model.values(w, hidden, &row.rows);
+        let column = |of| column(self.samples, rows, of);
+        PolicyColumns {
+            old_logprobs: column(|s| &s.response.logprobs),
+            ref_logprobs: column(|s| &s.ref_logprobs),
+            advantages: column(|s| &s.advantages),
+            factors,
+            weights,
+        }
+    }
+}
+
+/// The inputs of the policy loss for each token that a row predicts. Columns that do not exist are empty.
+struct PolicyColumns {
+    old_logprobs: Vec<f32>,
+    ref_logprobs: Vec<f32>,
+    advantages: Vec<f32>,
+    /// Importance weights.
+    factors: Vec<f32>,
+    /// Weights of the tokens in the loss.
+    weights: Vec<f32>,
+}
+
+impl PolicyColumns {
+    /// The columns of the tokens that the part `row` predicts.
+    fn select(&self, row: &PackedRow) -> Self {
+        let Self { old_logprobs, ref_logprobs, advantages, factors, weights } = self;
+        let all = [old_logprobs, ref_logprobs, advantages, factors, weights];
+        let [old_logprobs, ref_logprobs, advantages, factors, weights] = all.map(|column| row.select(column));
+        Self { old_logprobs, ref_logprobs, advantages, factors, weights }
+    }
+
+    /// The tokens `range` with the policy's outputs.
+    fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
+        let part = |x: &'a Vec<f32>| if x.is_empty() { &x[..] } else { &x[range.clone()] };
+        PolicyTokens {
+            logprobs,
+            old_logprobs: part(&self.old_logprobs),
+            advantages: part(&self.advantages),
+            ref_logprobs: part(&self.ref_logprobs),
+            entropy,
+            factors: part(&self.factors),
+            weights: part(&self.weights),
+        }
+    }
+}
+
+/// L = mean over response tokens of value_loss(v_t, v_old_t, R_t) (`loss::value`), independent of the policy's
+/// aggregation.
+struct ValueObjective<'a> {
+    config: &'a Config,
+    samples: &'a [&'a Experience],
+    totals: Totals,
+}
+
+impl Objective for ValueObjective<'_> {
+    fn lengths(&self) -> Vec<usize> {
+        self.samples.iter().map(|sample| sample.length()).collect()
+    }
+
+    fn pack(&self, rows: &[usize]) -> PackedRow {
+        pack(self.samples, rows)
+    }
+
+    fn loss(&self, MicroBatch { rows, own, .. }: &MicroBatch, pass: Pass) -> Sums {
+        let column = |of| column(self.samples, rows, of);
+        let mut weights = Vec::new();
+        for &i in *rows {
+            aggregation::weights(Aggregation::Token, &self.samples[i].mask, self.totals, 1, &mut weights);
+        }
+        let [old_values, returns, weights] =
+            [column(|s| &s.values), column(|s| &s.returns), weights].map(|x| own.select(&x));
+        let found = pass.run(|head| {
+            let values = head.values();
             let mut dvalues = vec![0.0; values.len()];
             let found = value_loss(self.config.ppo.value_clip, &values, &old_values, &returns, &weights, &mut dvalues);
-            (model.values_backward(w, hidden, &row.rows, &dvalues, grads), found)
+            head.backward(&dvalues);
+            found
         });
         Sums::from_list([
             (keys::VALUE_LOSS, found.loss),
@@ -207,49 +308,8 @@ impl Update<'_> {
             (keys::VALUE_CLIP_RATIO, found.clipped as f64),
         ])
     }
-}
 
-/// The rows of the minibatch: its samples, which come first, and the indices of its pretraining rows.
-fn split<'e>(samples: &[&'e Experience], rows: &[usize]) -> (Vec<&'e Experience>, Vec<usize>) {
-    let (own, texts): (Vec<usize>, Vec<usize>) = rows.iter().partition(|&&i| i < samples.len());
-    (own.into_iter().map(|i| samples[i]).collect(), texts.into_iter().map(|i| i - samples.len()).collect())
-}
-
-/// The inputs of the actor's loss for the response tokens of one packed row.
-struct PolicyBatch {
-    row: PackedRow,
-    /// Old log-probabilities, the reference's, advantages, importance weights, weights of the loss. Columns that do not
-    /// exist are empty.
-    columns: [Vec<f32>; 5],
-}
-
-impl PolicyBatch {
-    fn new(config: &Config, samples: &[&Experience], totals: Totals) -> Self {
-        let (ppo, longest) = (&config.ppo, config.rollout.response_tokens_max);
-        let column = |of: fn(&Experience) -> &[f32]| samples.iter().flat_map(|sample| of(sample)).copied().collect();
-        let (mut factors, mut weights) = (Vec::new(), Vec::new());
-        for sample in samples {
-            aggregation::weights(ppo.aggregation_in_force(), &sample.mask, totals, longest, &mut weights);
-            if ppo.correction != Correction::None {
-                let range = [ppo.correction_low, ppo.correction_high];
-                let (old, sampled) = (&sample.response.logprobs, &sample.response.sample_logprobs);
-                correction::factors(ppo.correction, range, old, sampled, &sample.mask, &mut factors);
-            }
-        }
-        let [old, of_reference] = [column(|s| &s.response.logprobs), column(|s| &s.ref_logprobs)];
-        let columns = [old, of_reference, column(|s| &s.advantages), factors, weights];
-        Self { row: samples.iter().copied().map(Tokens::from_sample).collect(), columns }
-    }
-
-    /// The part that belongs to the tokens predicted by the part `row` of the row.
-    fn part(&self, row: PackedRow) -> Self {
-        Self { columns: self.columns.each_ref().map(|column| row.select(column)), row }
-    }
-
-    /// The slices of tokens `range` with the policy's current outputs.
-    fn tokens<'a>(&'a self, range: Range<usize>, logprobs: &'a [f32], entropy: &'a [f32]) -> PolicyTokens<'a> {
-        let part = |x: &'a Vec<f32>| if x.is_empty() { &x[..] } else { &x[range.clone()] };
-        let [old_logprobs, ref_logprobs, advantages, factors, weights] = self.columns.each_ref().map(part);
-        PolicyTokens { logprobs, old_logprobs, advantages, ref_logprobs, entropy, factors, weights }
+    fn loss_key(&self) -> &'static str {
+        keys::VALUE_LOSS
     }
 }

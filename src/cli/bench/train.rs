@@ -33,11 +33,10 @@ pub fn update(learner: &mut Learner, row: &PackedRow, mut done: impl FnMut()) ->
     let mut loss = |range: Range<usize>, l: &[f32], _: &[f32], dlogprobs: &mut [f32], _: &mut [f32]| {
         cross_entropy(l, &weights[range], dlogprobs);
     };
-    learner.backward(row, |model, w, hidden, grads| {
+    learner.pass(row).run(|head| {
         done();
-        let (dhidden, ..) = model.logprobs_backward(w, hidden, &row.rows, &row.targets, 1.0, &mut loss, grads);
+        head.token_loss(1.0, &mut loss);
         done();
-        (dhidden, ())
     });
     learner.sum.end_chunk(0);
     done();

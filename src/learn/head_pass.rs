@@ -1,0 +1,136 @@
+//! A pass of a packed row through a model: forward, head with its loss, backward.
+
+use super::packed::PackedRow;
+use super::role::Role;
+use crate::model::{DistillTargets, Gradients, Head, Saved, Teacher, Transformer, Weights};
+use crate::ops::linear_divergence::Divergences;
+use crate::ops::linear_logprob::{Extra, TokenLoss};
+use crate::tensor::{Flat, Tensor};
+
+/// A forward and backward that adds its gradient to `grads`.
+pub struct Pass<'a> {
+    pub(super) role: &'a Role,
+    pub(super) row: &'a PackedRow,
+    pub(super) saved: Saved,
+    pub(super) grads: &'a mut Gradients,
+}
+
+impl Pass<'_> {
+    /// Runs the forward, then `head`, then the backward. Returns the result of `head`.
+    ///
+    /// # Panics
+    /// If `head` calls none of the functions of [`HeadPass`] that compute a gradient.
+    pub fn run<R>(self, head: impl FnOnce(&mut HeadPass) -> R) -> R {
+        let Pass { role: Role { transformer: model, weights, .. }, row, mut saved, grads } = self;
+        let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let mut pass = HeadPass { model, weights, row, hidden, grads: Some(grads), dhidden: None };
+        let found = head(&mut pass);
+        let dhidden = pass.dhidden.expect("a head with a gradient");
+        let grads = pass.grads.expect("set above");
+        model.backward(weights, saved, &row.cu_seqlens, dhidden, grads);
+        found
+    }
+}
+
+/// The hidden states of a packed row, with the head that follows them. Results are those of the tokens that the row
+/// predicts (`PackedRow::rows`), in order.
+pub struct HeadPass<'a> {
+    model: &'a Transformer,
+    weights: &'a Weights,
+    row: &'a PackedRow,
+    /// (tokens, d)
+    hidden: Tensor,
+    /// `None` in a forward without a backward.
+    grads: Option<&'a mut Gradients>,
+    /// The gradient of `hidden`, after the head's backward.
+    dhidden: Option<Tensor>,
+}
+
+impl<'a> HeadPass<'a> {
+    /// Runs a forward without a backward.
+    pub fn forward(role: &'a Role, row: &'a PackedRow) -> Self {
+        let Role { transformer: model, weights, .. } = role;
+        let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+        Self { model, weights, row, hidden, grads: None, dhidden: None }
+    }
+
+    /// Log-probabilities of the predicted tokens at `temperature`.
+    pub fn logprobs(&self, temperature: f32) -> Vec<f32> {
+        self.logprobs_on_device(temperature, Extra::Nothing).later().into_values()
+    }
+
+    /// Log-probabilities, and the entropies of the distributions.
+    pub fn logprobs_and_entropies(&self, temperature: f32) -> (Vec<f32>, Vec<f32>) {
+        let mut logprobs = self.logprobs_on_device(temperature, Extra::Entropy).later().into_values();
+        let entropies = logprobs.split_off(self.row.rows.len());
+        (logprobs, entropies)
+    }
+
+    /// Log-probabilities on the model's device, followed by the values of `extra`.
+    pub fn logprobs_on_device(&self, temperature: f32, extra: Extra) -> Flat {
+        let PackedRow { rows, .. } = self.row;
+        self.model.logprobs_on_device(self.weights, &self.hidden, rows, self.row.targets(), temperature, extra)
+    }
+
+    /// Values of the value head.
+    pub fn values(&self) -> Vec<f32> {
+        self.values_on_device().later().into_values()
+    }
+
+    pub fn values_on_device(&self) -> Flat {
+        self.model.values_on_device(self.weights, &self.hidden, &self.row.rows)
+    }
+
+    /// The head's output for each predicted token: a log-probability, or a value.
+    pub fn outputs(&self) -> Vec<f32> {
+        match self.weights.table.head() {
+            Head::LanguageModel => self.logprobs(1.0),
+            Head::Value => self.values(),
+        }
+    }
+
+    /// The distributions after the predicted tokens as those of a teacher with this weight.
+    pub fn teacher(&self, weight: f32) -> Teacher<'a> {
+        self.model.teacher(self.weights, &self.hidden, &self.row.rows, weight)
+    }
+
+    /// Divergences from the distributions of teachers, and log-probabilities of the predicted tokens.
+    pub fn divergences(&self, targets: &DistillTargets) -> (Divergences, Vec<f32>) {
+        self.model.divergences(self.weights, &self.hidden, &self.row.rows, &self.row.targets, targets)
+    }
+
+    /// Computes log-probabilities and entropies, calls `loss` for their derivatives, and runs the head's backward.
+    /// Returns the log-probabilities.
+    pub fn token_loss(&mut self, temperature: f32, loss: &mut TokenLoss) -> Vec<f32> {
+        let (grads, targets) = (self.grads.as_mut().expect("a pass with a backward"), self.row.targets());
+        let (dhidden, logprobs, _) =
+            self.model.logprobs_backward(self.weights, &self.hidden, &self.row.rows, targets, temperature, loss, grads);
+        self.dhidden = Some(dhidden);
+        logprobs
+    }
+
+    /// Runs the head's backward from the derivatives of the loss by each of `outputs`.
+    pub fn backward(&mut self, derivatives: &[f32]) {
+        match self.weights.table.head() {
+            Head::LanguageModel => {
+                self.token_loss(1.0, &mut |range, _, _, dlogprobs, _| dlogprobs.copy_from_slice(&derivatives[range]));
+            }
+            Head::Value => {
+                let grads = self.grads.as_mut().expect("a pass with a backward");
+                let rows = &self.row.rows;
+                self.dhidden = Some(self.model.values_backward(self.weights, &self.hidden, rows, derivatives, grads));
+            }
+        }
+    }
+
+    /// `divergences`, and the head's backward of sum_t (ce (-log-probability) + scale divergence), `weights` = [ce,
+    /// scale].
+    pub fn divergence_loss(&mut self, targets: &DistillTargets, weights: [f32; 2]) -> (Divergences, Vec<f32>) {
+        let grads = self.grads.as_mut().expect("a pass with a backward");
+        let PackedRow { rows, targets: tokens, .. } = self.row;
+        let (dhidden, found, logprobs) =
+            self.model.divergences_backward(self.weights, &self.hidden, rows, tokens, targets, weights, grads);
+        self.dhidden = Some(dhidden);
+        (found, logprobs)
+    }
+}
