@@ -1,6 +1,6 @@
 //! Shaping a score by the other samples of its prompt.
 
-use crate::config::ppo::Estimator;
+use crate::config::method::ppo::Estimator;
 use crate::experience::Experience;
 use std::collections::{BTreeMap, BTreeSet};
 

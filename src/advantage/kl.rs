@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::ppo::{KlEstimator, PpoConfig};
+use crate::config::method::ppo::{KlEstimator, PpoConfig};
 use crate::experience::Experience;
 
 /// Fills `sample.kl` from `response.logprobs` and `ref_logprobs`. It is 0 without a reference, or if mask is 0.

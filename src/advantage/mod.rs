@@ -12,7 +12,7 @@ pub mod whitening;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-use crate::config::ppo::{Estimator, KlIn, PpoConfig, Truncation};
+use crate::config::method::ppo::{Estimator, KlIn, PpoConfig, Truncation};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish, Response};
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::ppo::PpoConfig;
+use crate::config::method::ppo::PpoConfig;
 use crate::experience::{Experience, Finish};
 
 /// Count, mean and sum of squared deviations of all scores so far, merged batch by batch (Chan, Golub, LeVeque 1979).

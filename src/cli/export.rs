@@ -3,7 +3,7 @@
 use super::out::{self, note};
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
 use crate::comm::Group;
-use crate::config::{self, job::JobKind};
+use crate::config;
 use crate::error::{Error, Result};
 use crate::model::export::Export;
 use crate::model::{Arch, Head, ParamTable, UnitValues};
@@ -86,7 +86,7 @@ fn learned(checkpoint: &Checkpoint, role: &str) -> Result<(Arch, Head)> {
     let tokenizer = Tokenizer::find(&checkpoint.dir)?;
     let ends = tokenizer.as_ref().map_or(&[][..], Tokenizer::eos_ids);
     let mut arch = Arch::load(&checkpoint.dir)?.ending_with(ends).asked_with(config.data.template_args());
-    if config.job.kind == JobKind::RewardModel {
+    if all[0].head == Head::Value {
         arch.reward_mean_std = supervised::mean_std(&state["run"]["method"])?;
     }
     Ok((arch, model.head))

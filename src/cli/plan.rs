@@ -141,7 +141,7 @@ fn check(config: &Config) -> Result<()> {
     gpu::check(config)?;
     if train::shape(config).has_rollout() {
         config.rollout.check()?;
-        config.ppo.check()?;
+        config.ppo.check_keys()?;
     }
     Ok(())
 }

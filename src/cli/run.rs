@@ -88,7 +88,7 @@ const REPORT_COLUMNS: usize = 12;
 fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     if world.rank == 0 {
         // Before anything that takes a while.
-        Terminal::stderr().title(&format!("{}  {}", config.method(), config.job.name));
+        Terminal::stderr().title(&format!("{}  {}", config.method().title(), config.job.name));
     }
     let limit = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));

@@ -12,7 +12,7 @@ use super::tokenizer;
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
 use crate::config::limits::{self, VOCABULARY_MAX};
 use crate::data::shard::{Shard, file_of};
-use crate::data::{Part, Reading, TEST, TRAIN, shard_rows};
+use crate::data::{Reading, RowKind, TEST, TRAIN, shard_rows};
 use crate::error::{Error, Result};
 use crate::metrics::one_line;
 use crate::text::Tokenizer;
@@ -161,12 +161,12 @@ pub fn run(args: &Args) -> Result<()> {
         tokenizer.warn_of_turn_end(&args.chat_template_args);
     }
     let part = match args.response_key.is_some() || args.demonstrations {
-        _ if args.pairs => Part::Pair,
-        _ if args.labelled => Part::Labelled,
-        _ if args.steps => Part::Steps,
-        _ if args.text => Part::Text,
-        true => Part::Demonstration,
-        false => Part::Prompt,
+        _ if args.pairs => RowKind::Pair,
+        _ if args.labelled => RowKind::Labelled,
+        _ if args.steps => RowKind::Steps,
+        _ if args.text => RowKind::Text,
+        true => RowKind::Demonstration,
+        false => RowKind::Prompt,
     };
     let by_file = config.split.by == SplitBy::File;
     let train = args.input.iter().map(|path| (&**path, by_file.then_some(TRAIN)));

@@ -2,7 +2,8 @@
 
 use super::rows::{self, Row};
 use crate::config::data::DataConfig;
-use crate::data::rows::{Part, Reading, sequences, template_variables};
+use crate::data::RowKind;
+use crate::data::rows::{Reading, sequences, template_variables};
 use crate::error::{Error, Result};
 use crate::model::Arch;
 use crate::sys::stderr;
@@ -77,7 +78,7 @@ impl Texts {
                     self.mention_template();
                     return tokenizer.encode(text, true);
                 }
-                Ok(sequences(row, self.reading(Part::Prompt)?)?.swap_remove(0))
+                Ok(sequences(row, self.reading(RowKind::Prompt)?)?.swap_remove(0))
             }
             (_, Value::Array(messages)) if messages.is_empty() => Err(Error::data(format!("{key} is empty"))),
             (_, Value::Array(messages)) if messages.iter().all(Value::is_object) => {
@@ -99,12 +100,12 @@ impl Texts {
             self.mention_template();
             return Ok(None);
         }
-        let mut both = sequences(row, self.reading(Part::Demonstration)?)?;
+        let mut both = sequences(row, self.reading(RowKind::Demonstration)?)?;
         let response = both.pop().unwrap_or_default();
         Ok(Some([both.concat(), response]))
     }
 
-    fn reading(&self, part: Part) -> Result<Reading<'_>> {
+    fn reading(&self, part: RowKind) -> Result<Reading<'_>> {
         let tokenizer = rows::needed(self.tokenizer.as_ref(), "a text")?;
         Ok(Reading { config: &self.config, part, tokenizer, vocabulary: self.vocabulary })
     }

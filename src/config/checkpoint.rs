@@ -1,7 +1,7 @@
 //! `[checkpoint]`: when a run saves and what it keeps.
 
-use super::job::EvalConfig;
 use super::limits::COUNT;
+use super::method::eval::EvalConfig;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 

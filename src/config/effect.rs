@@ -1,28 +1,15 @@
 //! Keys that only some jobs use. A job that sets such a key without its condition gets one warning at its start.
 
 use super::Config;
-use super::job::JobKind;
 use super::mesh::Offload;
+use super::method::{self, Need, RowKind};
 use super::optim::Schedule;
-use super::ppo::{Correction, Estimator, KlIn, PolicyLossKind};
-use super::preference::{PairLoss, PreferenceLoss};
 use super::reward::{RuleConfig, RuleKind};
 use super::{data, optim};
 
-/// Keys or tables that have an effect only if a condition holds: their names, the condition in words, and the
-/// condition.
-type Need<T> = (&'static str, &'static str, fn(&T) -> bool);
-
-/// The tables of the methods, then single keys. The first condition of a key that does not hold is reported.
+/// Keys of all jobs. The first condition of a key that does not hold is reported.
 #[rustfmt::skip]
 const NEEDS: &[Need<Config>] = &[
-    ("ppo", "job.kind = \"ppo\"", is_ppo),
-    ("sft", "job.kind = \"sft\"", |c| c.job.kind == JobKind::Sft),
-    ("reward_model", "job.kind = \"reward_model\"", |c| c.job.kind == JobKind::RewardModel),
-    ("dpo", "job.kind = \"dpo\"", |c| c.job.kind == JobKind::Dpo),
-    ("kto", "job.kind = \"kto\"", |c| c.job.kind == JobKind::Kto),
-    ("step_reward", "job.kind = \"step_reward\"", |c| c.job.kind == JobKind::StepReward),
-    ("distill model.teachers model.teacher_weights", "job.kind = \"distill\"", |c| c.job.kind == JobKind::Distill),
     (
         "job.steps job.export gradient optim.actor checkpoint metrics.print_every data.weights data.order",
         "a job that trains", trains,
@@ -33,14 +20,9 @@ const NEEDS: &[Need<Config>] = &[
          metrics.samples_every_steps metrics.samples_count",
         "a job that trains on samples: ppo or on-policy distill", trains_on_samples,
     ),
-    (
-        "optim.critic model.critic ppo.lambda ppo.truncation ppo.value_clip ppo.critic_warmup_steps",
-        "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", has_critic,
-    ),
     ("model.reference", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
-        Config::needs_reference),
+        |c| c.uses().reference),
     ("mesh.offload", "optimizer state, or models that are not trained", has_state_to_offload),
-    ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", is_ppo),
 
     ("data.pretrain_key data.pretrain_tokens_max", "data.pretrain", |c| !c.data.pretrain.is_empty()),
     ("data.eval_split data.eval_sets", "eval.every_steps above 0: its rows are held out and never evaluated",
@@ -51,17 +33,15 @@ const NEEDS: &[Need<Config>] = &[
     ("data.split.eval_files", "data.split.by = \"file\"", |c| c.data.split.by == data::SplitBy::File),
     ("data.response_key", "rows with a response: sft, kto or off-policy distill", has_responses),
     ("data.chosen_key data.rejected_key", "rows with pairs: reward_model or dpo",
-        |c| matches!(c.job.kind, JobKind::RewardModel | JobKind::Dpo)),
-    ("data.margin_key", "job.kind = \"reward_model\" and reward_model.loss = \"sigmoid\"",
-        |c| c.job.kind == JobKind::RewardModel && c.reward_model.loss == PairLoss::Sigmoid),
+        |c| c.uses().rows == RowKind::Pair),
     ("data.label_key", "a job that samples, kto or step_reward",
-        |c| c.samples() || matches!(c.job.kind, JobKind::Kto | JobKind::StepReward)),
+        |c| matches!(c.uses().rows, RowKind::Prompt | RowKind::Labelled | RowKind::Steps)),
     ("data.messages_key", "data.chat_template = true", |c| c.data.chat_template),
     ("data.window_overlap_tokens", "data.long_prompts = \"window\"",
         |c| c.data.long_prompts == data::LongPrompts::Window),
     ("data.row_tokens_max", "rows that are more than a prompt", |c| !c.samples()),
     ("data.prompt_tokens_max", "rows with a prompt; a text of step_reward is limited by data.row_tokens_max",
-        |c| c.job.kind != JobKind::StepReward),
+        |c| c.uses().rows != RowKind::Steps),
     ("data.length_group_rows", "data.order = \"length_grouped\"", |c| c.data.order == data::Order::LengthGrouped),
     ("data.curriculum_field", "data.order = \"curriculum\"", |c| c.data.order == data::Order::Curriculum),
 
@@ -80,32 +60,6 @@ const NEEDS: &[Need<Config>] = &[
         "[[reward.python]]: an environment has a name and a weight of its own", |_| false,
     ),
 
-    ("ppo.gamma", "ppo.advantage = \"gae\" or \"reinforce++\"",
-        |c| matches!(c.ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
-    ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
-        |c| c.ppo.advantage.is_whitened()),
-    ("ppo.aggregation", "another ppo.loss than \"gspo\"", |c| c.ppo.loss != PolicyLossKind::Gspo),
-    ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
-        |c| matches!(c.ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
-    ("ppo.clip_high", "another ppo.loss than \"sapo\"", |c| c.ppo.loss != PolicyLossKind::Sapo),
-    ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"", |c| c.ppo.loss == PolicyLossKind::Sapo),
-    ("ppo.correction_low ppo.correction_high", "ppo.correction", |c| c.ppo.correction != Correction::None),
-    ("ppo.kl_coef", "ppo.kl_in = \"reward\" or \"loss\"", |c| c.ppo.kl_in != KlIn::None || c.ppo.kl_coef == 0.0),
-    ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", Config::needs_reference),
-    ("ppo.kl_horizon", "ppo.kl_target above 0", |c| c.ppo.kl_target > 0.0),
-    ("ppo.overlong_tokens_max ppo.overlong_penalty", "ppo.overlong_buffer_tokens above 0",
-        |c| c.ppo.overlong_buffer_tokens > 0),
-
-    (
-        "sft.epochs reward_model.epochs dpo.epochs kto.epochs step_reward.epochs distill.epochs",
-        "job.steps = 0", |c| c.job.steps == 0,
-    ),
-    ("dpo.beta", "another dpo.loss than \"orpo\", whose weight is dpo.orpo_coef",
-        |c| c.dpo.loss != PreferenceLoss::Orpo),
-    ("dpo.label_smoothing", "dpo.loss = \"sigmoid\"", |c| c.dpo.loss == PreferenceLoss::Sigmoid),
-    ("dpo.simpo_margin", "dpo.loss = \"simpo\"", |c| c.dpo.loss == PreferenceLoss::Simpo),
-    ("dpo.orpo_coef", "dpo.loss = \"orpo\"", |c| c.dpo.loss == PreferenceLoss::Orpo),
-    ("distill.ce_coef", "distill.on_policy = false", |c| !c.distill.on_policy),
     ("gradient.chunks", "gradient.order = \"fixed\"", |c| c.gradient.order == optim::GradientOrder::Fixed),
     ("optim.actor.floor_ratio", "a schedule that falls", |c| c.optim.actor.schedule != Schedule::Constant),
     ("optim.critic.floor_ratio", "a schedule that falls", |c| c.optim.critic.schedule != Schedule::Constant),
@@ -124,7 +78,7 @@ const NEEDS: &[Need<Config>] = &[
     ("metrics.rollouts_keep_last", "recorded rollouts or evaluations",
         |c| trains_on_samples(c) && c.metrics.rollouts_every_steps > 0 || records_eval_rows(c)),
     ("metrics.eval_rows_max", "evaluations of another job than sft and off-policy distill",
-        |c| evaluates(c) && !is_of_tokens(c)),
+        |c| evaluates(c) && !c.uses().token_loss),
     ("metrics.samples_count", "metrics.samples_every_steps above 0", |c| c.metrics.samples_every_steps > 0),
 ];
 
@@ -139,29 +93,16 @@ const OF_RULE: &[Need<RuleConfig>] = &[
     ("tokens_min tokens_max tokens_slack", "a rule of kind length", |rule| rule.kind == RuleKind::Length),
 ];
 
-fn is_ppo(c: &Config) -> bool {
-    c.job.kind == JobKind::Ppo
-}
-
 fn trains(c: &Config) -> bool {
-    c.job.kind != JobKind::Eval
+    c.uses().trains
 }
 
 fn trains_on_samples(c: &Config) -> bool {
     trains(c) && c.samples()
 }
 
-fn has_critic(c: &Config) -> bool {
-    is_ppo(c) && c.ppo.advantage.has_critic()
-}
-
 fn has_responses(c: &Config) -> bool {
-    matches!(c.job.kind, JobKind::Sft | JobKind::Kto) || c.job.kind == JobKind::Distill && !c.samples()
-}
-
-/// Whether the loss is one of tokens of given responses, so that held-out rows have no rewards to record.
-fn is_of_tokens(c: &Config) -> bool {
-    c.job.kind == JobKind::Sft || c.job.kind == JobKind::Distill && !c.samples()
+    matches!(c.uses().rows, RowKind::Demonstration | RowKind::Labelled)
 }
 
 fn has_held_out(c: &Config) -> bool {
@@ -173,7 +114,7 @@ fn evaluates(c: &Config) -> bool {
 }
 
 fn records_eval_rows(c: &Config) -> bool {
-    evaluates(c) && !is_of_tokens(c) && c.metrics.eval_rows_max > 0
+    evaluates(c) && !c.uses().token_loss && c.metrics.eval_rows_max > 0
 }
 
 fn names_a_split(c: &Config) -> bool {
@@ -190,7 +131,7 @@ fn has_requests(c: &Config) -> bool {
 }
 
 fn has_state_to_offload(c: &Config) -> bool {
-    let of_roles = c.needs_reference() || has_critic(c) || !c.model.teachers.is_empty() || c.reward.has_models();
+    let of_roles = c.uses().reference || c.uses().critic || !c.model.teachers.is_empty() || c.reward.has_models();
     c.mesh.offload.is_empty()
         || c.mesh.offload.contains(&Offload::Optimizer) && trains(c)
         || c.mesh.offload.contains(&Offload::Roles) && of_roles
@@ -205,12 +146,17 @@ fn lacks(config: &Config, key: &str) -> Option<&'static str> {
     {
         return Some(why);
     }
-    unmet(NEEDS, config, &without_indices(key))
+    unmet(conditions(), config, &without_indices(key))
 }
 
-fn unmet<T>(needs: &[Need<T>], of: &T, key: &str) -> Option<&'static str> {
+/// The tables of the methods, then keys of all jobs, then keys of methods.
+fn conditions() -> impl Iterator<Item = &'static Need<Config>> {
+    method::TABLES.iter().chain(NEEDS).chain(method::needs())
+}
+
+fn unmet<'a, T: 'a>(needs: impl IntoIterator<Item = &'a Need<T>>, of: &T, key: &str) -> Option<&'static str> {
     let names = |need: &&Need<T>| need.0.split_whitespace().any(|name| is_within(key, name));
-    needs.iter().filter(names).find(|(_, _, holds)| !holds(of)).map(|(_, why, _)| *why)
+    needs.into_iter().filter(names).find(|(_, _, holds)| !holds(of)).map(|(_, why, _)| *why)
 }
 
 /// Whether `key` is `name`, or in the table `name`.
@@ -247,8 +193,8 @@ mod tests {
     use crate::config::{load, parse, reference};
     use std::path::{Path, PathBuf};
 
-    /// Keys without a condition of their own: every job uses them, or every job that uses their table. Keys of the
-    /// machine (devices, memory, layouts, batch sizes of the sampler) are here, too: a job is used on several machines.
+    /// Keys without a condition of their own: every job uses them, or every job that uses their table. The tables of
+    /// methods are not listed: their keys have a condition if the method says so. Keys of the machine (devices, memory, layouts, batch sizes of the sampler) are here, too: a job is used on several machines.
     const UNCONDITIONAL: &[(&str, &str)] = &[
         ("job", "kind name dir seed device collectives gemm check threads"),
         ("model", "actor dtype"),
@@ -269,17 +215,6 @@ mod tests {
         ("reward.models", "dir name weight normalize"),
         ("reward.judge", "dir prompt chat_template pattern tokens_max name weight"),
         ("reward.environment", "python http header_env turns_max name weight"),
-        (
-            "ppo",
-            "advantage loss entropy_coef correction kl_in kl_target reward_clip reward_normalize \
-             overlong_buffer_tokens truncated_score_coef ptx_coef epochs minibatch_samples microbatch_tokens_max old_logprobs",
-        ),
-        ("sft", "minibatch_samples microbatch_tokens_max loss_on pretrain_coef"),
-        ("reward_model", "loss minibatch_samples microbatch_tokens_max"),
-        ("dpo", "loss nll_coef minibatch_samples microbatch_tokens_max"),
-        ("kto", "beta desirable_weight undesirable_weight minibatch_samples microbatch_tokens_max"),
-        ("step_reward", "placeholder reward_tokens minibatch_samples microbatch_tokens_max"),
-        ("distill", "on_policy divergence full_vocabulary temperature minibatch_samples microbatch_tokens_max"),
         ("gradient", "order recompute"),
         ("optim.actor", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
         ("optim.critic", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
@@ -292,14 +227,19 @@ mod tests {
         let listed = |needs: &[&'static str], of: &str| -> Vec<String> {
             needs.iter().flat_map(|keys| keys.split_whitespace()).map(|key| format!("{of}{key}")).collect()
         };
-        let own = [listed(&NEEDS.map_names(), ""), listed(&OF_RULE.map_names(), "reward.rule.")].concat();
+        let names =
+            |needs: &mut dyn Iterator<Item = &Need<Config>>| needs.map(|(names, ..)| *names).collect::<Vec<_>>();
+        let of_rules: Vec<&str> = OF_RULE.iter().map(|(names, ..)| *names).collect();
+        let own = [listed(&names(&mut conditions()), ""), listed(&of_rules, "reward.rule.")].concat();
         let free: Vec<String> =
             UNCONDITIONAL.iter().flat_map(|(of, keys)| listed(&[keys], &format!("{of}."))).collect();
         let entries = reference::all();
         let known: Vec<String> = entries.iter().map(reference::Entry::path).collect();
         for entry in entries.iter().filter(|entry| !entry.key.is_empty()) {
             let (path, is_own) = (entry.path(), own.contains(&entry.path()));
-            assert!(is_own != free.contains(&path), "{path} must be in NEEDS or in UNCONDITIONAL, and not in both");
+            let is_of_method = method::TABLES.iter().any(|(table, ..)| *table == entry.table);
+            let is_listed = is_own != free.contains(&path);
+            assert!(is_listed || is_of_method, "{path} must be in NEEDS or in UNCONDITIONAL, and not in both");
         }
         // An environment's file is a table as in [[reward.python]].
         let is_known = |key: &&String| {
@@ -308,17 +248,6 @@ mod tests {
         };
         let unknown: Vec<&String> = own.iter().chain(&free).filter(|key| !is_known(key)).collect();
         assert!(unknown.is_empty(), "{unknown:?} are no keys");
-    }
-
-    /// The names of a list of conditions.
-    trait MapNames {
-        fn map_names(&self) -> Vec<&'static str>;
-    }
-
-    impl<T> MapNames for [Need<T>] {
-        fn map_names(&self) -> Vec<&'static str> {
-            self.iter().map(|(names, ..)| *names).collect()
-        }
     }
 
     fn jobs(dir: &Path) -> Vec<PathBuf> {

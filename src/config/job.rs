@@ -1,37 +1,14 @@
-//! `[job]`, `[sft]`, `[gradient]`, `[eval]`: the kind of job, and the division of its steps.
+//! `[job]` and `[gradient]`: the kind of job, its device, and the sums of its gradients.
 
-use super::limits::{COUNT, FINITE, SAMPLES, THREADS_MAX, TOKENS};
+use super::limits::{COUNT, THREADS_MAX};
+use super::method::JobKind;
 use super::optim::GradientOrder;
-use super::rollout::TEMPERATURE_MIN;
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use argh::FromArgValue;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::path::PathBuf;
-
-/// The kind of job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum JobKind {
-    /// Supervised fine-tuning: token cross-entropy.
-    Sft,
-    /// A model that scores, trained on preferences.
-    RewardModel,
-    /// A policy trained on preferences themselves: DPO and its relatives (`dpo.loss`).
-    Dpo,
-    /// A policy trained on single responses that are labeled good or bad.
-    Kto,
-    /// A process reward model: it labels the steps of a response.
-    StepReward,
-    /// A student that learns the distributions of teachers, on rows or on its own samples (`distill.on_policy`).
-    Distill,
-    /// An evaluation of responses to held-out prompts, without training.
-    Eval,
-    /// Proximal policy optimization and its relatives (`ppo.advantage`).
-    #[default]
-    Ppo,
-}
 
 /// The device of the models.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
@@ -94,30 +71,6 @@ impl JobConfig {
     }
 }
 
-/// The tokens that a supervised loss counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LossOn {
-    /// Every response (assistant) token.
-    #[default]
-    Response,
-    /// The last response of a row of several.
-    LastResponse,
-    /// All tokens: continued pretraining.
-    All,
-}
-
-table! {
-    pub struct SftConfig {
-        pub epochs: f64 = 1.0 => 0.0..=1e6,
-        pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
-        #[serde(with = "super::auto")]
-        pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
-        pub loss_on: LossOn = LossOn::Response,
-        pub pretrain_coef: f32 = 0.0 => 0.0..=FINITE,
-    }
-}
-
 /// The part of a forward that the backward recomputes instead of keeping it (arXiv:1604.06174).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -167,45 +120,5 @@ impl GradientConfig {
             "gradient.order = \"fixed\" needs sequence = tensor = 1 and mesh.zero of at most 1 (got {mesh}, mesh.zero = {stage})"
         ))
         .hint("shard over data only with mesh.zero = 1, or set gradient.order = \"fast\""))
-    }
-}
-
-table! {
-    pub struct EvalConfig {
-        pub every_steps: u64 = 0 => 0.0..=COUNT,
-        pub samples_max: usize = 0 => 0.0..=COUNT,
-        pub patience: u64 = 0 => 0.0..=COUNT,
-        pub correct_at: f32 = 1.0 => -FINITE..=FINITE,
-        pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
-        pub pass_at: Vec<usize> = vec![1],
-        pub temperature: f32 = 0.0 => 0.0..=FINITE,
-        pub beams: usize = 1 => 1.0..=1024.0,
-    }
-}
-
-impl EvalConfig {
-    /// Rejects numbers of samples that have no meaning.
-    pub fn check(&self) -> Result<()> {
-        let (n, t) = (self.samples_per_prompt, self.temperature);
-        Error::need(
-            t == 0.0 || t >= TEMPERATURE_MIN,
-            format!("eval.temperature must be 0 (greedy) or at least {TEMPERATURE_MIN} (got {t})"),
-        )?;
-        if let Some(k) = self.pass_at.iter().find(|k| !(1..=n).contains(*k)) {
-            return Err(Error::usage(format!(
-                "eval.pass_at must be between 1 and eval.samples_per_prompt = {n} (got {k})"
-            ))
-            .hint("raise eval.samples_per_prompt: pass@k needs at least k samples of a prompt"));
-        }
-        if n > 1 && t == 0.0 {
-            return Err(Error::usage(format!("eval.samples_per_prompt must be 1 with eval.temperature = 0 (got {n})"))
-                .hint("set eval.temperature, for example to 1.0: at temperature 0 all samples of a prompt are equal"));
-        }
-        Ok(())
-    }
-
-    /// Whether samples use a temperature of their own instead of the rollout's.
-    pub fn draws(&self) -> bool {
-        self.temperature > 0.0
     }
 }

@@ -30,18 +30,15 @@ mod aliases;
 pub mod auto;
 pub mod checkpoint;
 pub mod data;
-pub mod distill;
 mod effect;
 pub mod job;
-pub mod labelled;
 pub mod limits;
 mod load;
 pub mod mesh;
+pub mod method;
 pub mod metrics;
 pub mod model;
 pub mod optim;
-pub mod ppo;
-pub mod preference;
 pub mod reference;
 pub mod reward;
 pub mod rollout;
@@ -55,13 +52,10 @@ pub use schema::schema;
 
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
-use distill::DistillConfig;
-use job::{DeviceName, EvalConfig, Gemm, GradientConfig, JobConfig, JobKind, SftConfig};
-use labelled::{KtoConfig, StepRewardConfig};
+use job::{DeviceName, Gemm, GradientConfig, JobConfig};
 use limits::{Ranged, Ranges};
+use method::ppo::{Correction, OldLogprobs};
 use model::DTypeName;
-use ppo::{Correction, Estimator, KlIn, OldLogprobs, PolicyLossKind};
-use preference::{DpoConfig, PreferenceLoss, RewardModelConfig};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -87,78 +81,57 @@ pub fn name(value: &impl Serialize) -> String {
 /// The seconds that a collective waits in addition to the longest reward.
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
 
-/// The tables of a job that hold numbers, with their ranges.
-const TABLES: [(&str, Ranges); 20] = [
-    ("job", JobConfig::RANGES),
-    ("mesh", mesh::MeshConfig::RANGES),
-    ("data.split", data::SplitConfig::RANGES),
-    ("data", data::DataConfig::RANGES),
-    ("rollout.dynamic_sampling", rollout::DynamicSampling::RANGES),
-    ("rollout", rollout::RolloutConfig::RANGES),
-    ("reward", reward::RewardConfig::RANGES),
-    ("ppo", ppo::PpoConfig::RANGES),
-    ("sft", SftConfig::RANGES),
-    ("reward_model", RewardModelConfig::RANGES),
-    ("dpo", DpoConfig::RANGES),
-    ("kto", KtoConfig::RANGES),
-    ("step_reward", StepRewardConfig::RANGES),
-    ("distill", DistillConfig::RANGES),
-    ("gradient", GradientConfig::RANGES),
-    ("optim.actor", optim::OptimConfig::RANGES),
-    ("optim.critic", optim::OptimConfig::RANGES),
-    ("eval", EvalConfig::RANGES),
-    ("checkpoint", checkpoint::CheckpointConfig::RANGES),
-    ("metrics", metrics::MetricsConfig::RANGES),
-];
+macro_rules! config {
+    (
+        own { $($(#[$about:meta])* $kind:ident => $method:ident: $($path:ident)::+,)* }
+        shared { $($(#[$about_shared:meta])* $kind_shared:ident => $shared:ident: $($path_shared:ident)::+,)* }
+    ) => {
+        /// A whole job.
+        #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct Config {
+            pub job: JobConfig,
+            pub model: model::ModelConfig,
+            pub mesh: mesh::MeshConfig,
+            pub data: data::DataConfig,
+            pub rollout: rollout::RolloutConfig,
+            pub reward: reward::RewardConfig,
+            $(pub $method: method::$($path)::+,)*
+            pub gradient: GradientConfig,
+            pub optim: optim::OptimRoles,
+            $(pub $shared: method::$($path_shared)::+,)*
+            pub checkpoint: checkpoint::CheckpointConfig,
+            pub metrics: metrics::MetricsConfig,
+            /// The base folder of relative paths, the folder of the job file.
+            #[serde(skip)]
+            pub base: PathBuf,
+            /// The paths of the keys that the job file or an override sets, for `unused`.
+            #[serde(skip)]
+            pub given: Vec<String>,
+        }
 
-/// A whole job.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Config {
-    pub job: JobConfig,
-    pub model: model::ModelConfig,
-    pub mesh: mesh::MeshConfig,
-    pub data: data::DataConfig,
-    pub rollout: rollout::RolloutConfig,
-    pub reward: reward::RewardConfig,
-    pub ppo: ppo::PpoConfig,
-    pub sft: SftConfig,
-    pub reward_model: RewardModelConfig,
-    pub dpo: DpoConfig,
-    pub kto: KtoConfig,
-    pub step_reward: StepRewardConfig,
-    pub distill: DistillConfig,
-    pub gradient: GradientConfig,
-    pub optim: optim::OptimRoles,
-    pub eval: EvalConfig,
-    pub checkpoint: checkpoint::CheckpointConfig,
-    pub metrics: metrics::MetricsConfig,
-    /// The base folder of relative paths, the folder of the job file.
-    #[serde(skip)]
-    pub base: PathBuf,
-    /// The paths of the keys that the job file or an override sets, for `unused`.
-    #[serde(skip)]
-    pub given: Vec<String>,
+        /// The tables of a job that hold numbers, with their ranges.
+        const TABLES: &[(&str, Ranges)] = &[
+            ("job", JobConfig::RANGES),
+            ("mesh", mesh::MeshConfig::RANGES),
+            ("data.split", data::SplitConfig::RANGES),
+            ("data", data::DataConfig::RANGES),
+            ("rollout.dynamic_sampling", rollout::DynamicSampling::RANGES),
+            ("rollout", rollout::RolloutConfig::RANGES),
+            ("reward", reward::RewardConfig::RANGES),
+            $((stringify!($method), method::$($path)::+::RANGES),)*
+            ("gradient", GradientConfig::RANGES),
+            ("optim.actor", optim::OptimConfig::RANGES),
+            ("optim.critic", optim::OptimConfig::RANGES),
+            $((stringify!($shared), method::$($path_shared)::+::RANGES),)*
+            ("checkpoint", checkpoint::CheckpointConfig::RANGES),
+            ("metrics", metrics::MetricsConfig::RANGES),
+        ];
+    };
 }
+method::with_methods!(config);
 
 impl Config {
-    /// Sets the tokens of a micro-batch if the job leaves them to the plan.
-    pub fn set_microbatches(&mut self, tokens: usize) {
-        for method in [
-            &mut self.ppo.microbatch_tokens_max,
-            &mut self.sft.microbatch_tokens_max,
-            &mut self.reward_model.microbatch_tokens_max,
-            &mut self.dpo.microbatch_tokens_max,
-            &mut self.kto.microbatch_tokens_max,
-            &mut self.step_reward.microbatch_tokens_max,
-            &mut self.distill.microbatch_tokens_max,
-        ] {
-            if *method == auto::AUTO {
-                *method = tokens;
-            }
-        }
-    }
-
     /// Checks what types cannot: ranges, combinations of values, and values that this release does not support.
     pub fn check(&self) -> Result<()> {
         self.check_ranges()?;
@@ -166,58 +139,8 @@ impl Config {
         self.optim.actor.check("optim.actor")?;
         self.checkpoint.check(&self.eval)?;
         self.check_eval().and(self.check_rollout_ranks())?;
-        if self.job.kind == JobKind::Eval {
-            self.reward.check()?;
-            self.rollout.check()?;
-        } else if self.job.kind == JobKind::Ppo {
-            Error::need(self.job.steps > 0, "job.steps must be at least 1 in a ppo job (got 0)")?;
-            self.reward.check()?;
-            self.rollout.check()?;
-            self.ppo.check()?;
-            self.optim.critic.check("optim.critic")?;
-            let (prompts, samples) = (self.rollout.prompts_per_step, self.rollout.samples_per_prompt);
-            let (all, most) = (prompts * samples, limits::SAMPLES_MAX);
-            Error::need(
-                all <= most,
-                format!(
-                    "rollout.prompts_per_step x rollout.samples_per_prompt must be at most {most} responses per step \
-                     (got {prompts} x {samples} = {all})"
-                ),
-            )?;
-            if self.ppo.advantage.is_grouped() && samples < 2 {
-                let name = name(&self.ppo.advantage);
-                return Err(Error::usage(format!(
-                    "rollout.samples_per_prompt must be at least 2 with ppo.advantage = \"{name}\" (got {samples})"
-                ))
-                .hint("raise rollout.samples_per_prompt: this estimator compares the samples of a prompt"));
-            }
-            let (has_texts, coef) = (!self.data.pretrain.is_empty(), self.ppo.ptx_coef);
-            Error::need(
-                has_texts == (coef > 0.0),
-                format!("ppo.ptx_coef must be above 0 if data.pretrain is set, and 0 otherwise (got {coef})"),
-            )?;
-            let is_random = self.rollout.temperature > 0.0;
-            Error::need(is_random, "rollout.temperature must be above 0 in a ppo job (got 0)")?;
-        } else {
-            if self.job.kind == JobKind::Distill {
-                self.check_distill()?;
-            }
-            let (of, epochs) = (name(&self.job.kind), self.epochs());
-            let (is_sft, has_texts, coef) =
-                (self.job.kind == JobKind::Sft, !self.data.pretrain.is_empty(), self.sft.pretrain_coef);
-            Error::need(
-                !is_sft || has_texts == (coef > 0.0),
-                format!("sft.pretrain_coef must be above 0 if data.pretrain is set, and 0 otherwise (got {coef})"),
-            )?;
-            Error::need(is_sft || !has_texts, format!("data.pretrain is set, but {of} jobs do not use it"))?;
-            Error::need(
-                self.job.steps > 0 || epochs > 0.0,
-                format!("{of}.epochs or job.steps must be above 0 (got {epochs} and 0)"),
-            )?;
-            if self.job.kind == JobKind::StepReward {
-                self.step_reward.check()?;
-            }
-        }
+        self.method().check(self)?;
+        self.check_texts().and(self.check_steps())?;
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
             Error::need(!path.as_os_str().is_empty(), format!("{key} must be a directory (got an empty string)"))?;
         }
@@ -228,11 +151,49 @@ impl Config {
         Ok(())
     }
 
+    /// The kind of the job, as a job file has it.
+    pub fn kind(&self) -> String {
+        name(&self.job.kind)
+    }
+
+    /// Whether the job is of this kind.
+    pub fn is(&self, kind: &str) -> bool {
+        self.kind() == kind
+    }
+
+    pub fn uses(&self) -> method::Uses {
+        self.method().uses(self)
+    }
+
+    /// Rejects pretraining rows that no loss counts.
+    fn check_texts(&self) -> Result<()> {
+        let has_texts = !self.data.pretrain.is_empty();
+        match self.uses() {
+            method::Uses { pretrain: Some((key, coef)), .. } => Error::need(
+                has_texts == (coef > 0.0),
+                format!("{key} must be above 0 if data.pretrain is set, and 0 otherwise (got {coef})"),
+            ),
+            uses => Error::need(
+                !has_texts || !uses.trains,
+                format!("data.pretrain is set, but {} jobs do not use it", self.kind()),
+            ),
+        }
+    }
+
+    /// Rejects a job that trains on given rows for no step.
+    fn check_steps(&self) -> Result<()> {
+        let (of, epochs) = (self.kind(), self.method().epochs());
+        Error::need(
+            self.job.steps > 0 || epochs.is_none_or(|epochs| epochs > 0.0),
+            format!("{of}.epochs or job.steps must be above 0 (got {} and 0)", epochs.unwrap_or(0.0)),
+        )
+    }
+
     /// Rejects rollout ranks of their own, or a rollout that runs ahead, in jobs that do not support them.
     fn check_rollout_ranks(&self) -> Result<()> {
         let ahead = self.mesh.async_updates_max > 0;
-        if self.job.kind != JobKind::Ppo && (ahead || self.mesh.rollout_is_apart()) {
-            let kind = name(&self.job.kind);
+        if !self.uses().rollout_ranks && (ahead || self.mesh.rollout_is_apart()) {
+            let kind = self.kind();
             return Err(Error::usage(format!(
                 "rollout ranks of their own are for ppo jobs only (got job.kind = \"{kind}\")"
             ))
@@ -260,46 +221,19 @@ impl Config {
             return Err(Error::usage("eval.beams does not support reward.environment, whose turns are sampled")
                 .hint("remove eval.beams"));
         }
-        if self.data.eval_sets.is_empty() || matches!(self.job.kind, JobKind::Ppo | JobKind::Eval) {
+        if self.data.eval_sets.is_empty() || self.uses().eval_sets {
             return Ok(());
         }
-        let kind = name(&self.job.kind);
+        let kind = self.kind();
         Err(Error::usage(format!(
             "data.eval_sets is for ppo and eval jobs; {kind} jobs evaluate on data.eval_split only"
         ))
         .hint("remove data.eval_sets, and evaluate checkpoints or the export with job.kind = \"eval\""))
     }
 
-    fn check_distill(&self) -> Result<()> {
-        self.distill.check(&self.model, &self.rollout)?;
-        if !self.mesh.placement.is_empty() {
-            return Err(Error::usage(
-                "mesh.placement does not support distill jobs, which have all roles on all ranks",
-            )
-            .hint("remove mesh.placement; mesh.zero and mesh.tensor also shard the teachers' weights"));
-        }
-        if !self.samples() {
-            return Ok(());
-        }
-        if self.rollout.keep_sampling_mask {
-            return Err(Error::usage(
-                "rollout.keep_sampling_mask does not support distill jobs, which compare whole distributions",
-            )
-            .hint("remove rollout.keep_sampling_mask, which is for ppo jobs"));
-        }
-        self.rollout.check()?;
-        if self.rollout.dynamic_sampling.is_on() && !self.reward.is_set() {
-            return Err(Error::usage("rollout.dynamic_sampling keeps prompts by their rewards, but no reward is set")
-                .hint("set a source in [reward], or remove [rollout.dynamic_sampling]"));
-        }
-        Error::need(self.rollout.temperature > 0.0, "rollout.temperature must be above 0 in a distill job (got 0)")?;
-        if self.reward.is_set() { self.reward.check() } else { Ok(()) }
-    }
-
     /// Whether responses are sampled, for training or for evaluation.
     pub fn samples(&self) -> bool {
-        matches!(self.job.kind, JobKind::Ppo | JobKind::Eval)
-            || self.job.kind == JobKind::Distill && self.distill.on_policy
+        self.uses().samples
     }
 
     /// Rejects numbers outside their ranges, even if the job does not use them.
@@ -322,58 +256,6 @@ impl Config {
         given.max((f64::from(reward.retries) + 1.0) * reward.start_timeout_s + COLLECTIVE_MARGIN_S)
     }
 
-    /// The passes over the data of a job that trains on given rows.
-    pub fn epochs(&self) -> f64 {
-        match self.job.kind {
-            JobKind::Sft | JobKind::Ppo | JobKind::Eval => self.sft.epochs,
-            JobKind::RewardModel => self.reward_model.epochs,
-            JobKind::Dpo => self.dpo.epochs,
-            JobKind::Kto => self.kto.epochs,
-            JobKind::StepReward => self.step_reward.epochs,
-            JobKind::Distill => self.distill.epochs,
-        }
-    }
-
-    /// The usual name of the method.
-    pub fn method(&self) -> String {
-        match (self.job.kind, self.dpo.loss) {
-            (JobKind::Ppo, _) => {}
-            (JobKind::Sft, _) => return "SFT".to_string(),
-            (JobKind::Eval, _) => return "evaluation".to_string(),
-            (JobKind::RewardModel, _) => return "reward model".to_string(),
-            (JobKind::Kto, _) => return "KTO".to_string(),
-            (JobKind::StepReward, _) => return "process reward model".to_string(),
-            (JobKind::Distill, _) if self.distill.on_policy => return "on-policy distillation".to_string(),
-            (JobKind::Distill, _) => return "distillation".to_string(),
-            (JobKind::Dpo, PreferenceLoss::Sigmoid) if self.dpo.label_smoothing > 0.0 => return "cDPO".to_string(),
-            (JobKind::Dpo, PreferenceLoss::Sigmoid) => return "DPO".to_string(),
-            (JobKind::Dpo, PreferenceLoss::Ipo) => return "IPO".to_string(),
-            (JobKind::Dpo, PreferenceLoss::Simpo) => return "SimPO".to_string(),
-            (JobKind::Dpo, PreferenceLoss::Orpo) => return "ORPO".to_string(),
-        }
-        let of_estimator = match self.ppo.advantage {
-            Estimator::Gae => "PPO",
-            Estimator::ReinforcePp => "REINFORCE++",
-            Estimator::ReinforcePpBaseline => "REINFORCE++-baseline",
-            Estimator::Rloo => "RLOO",
-            Estimator::Grpo => "GRPO",
-            Estimator::DrGrpo => "Dr. GRPO",
-            Estimator::Gdpo => "GDPO",
-            Estimator::Remax => "ReMax",
-        };
-        match self.ppo.loss {
-            PolicyLossKind::Clip => of_estimator.to_string(),
-            other => format!("{of_estimator} with the {} loss", name(&other).to_uppercase()),
-        }
-    }
-
-    /// Whether a reference model is loaded. A ppo job without a KL and without a named reference does not load one.
-    pub fn needs_reference(&self) -> bool {
-        self.job.kind == JobKind::Ppo && (self.ppo.kl_in != KlIn::None || !self.model.reference.as_os_str().is_empty())
-            || self.job.kind == JobKind::Dpo && self.dpo.has_reference()
-            || self.job.kind == JobKind::Kto
-    }
-
     /// Whether the log-probabilities before the update are recomputed in the training layout. `auto` recomputes if
     /// `rollout` and `training` differ in the order of their sums, as they do with `fast` GEMMs. A rollout that runs
     /// ahead uses other weights anyway: its ratio is against the weights that sampled the tokens, unless a correction
@@ -389,12 +271,7 @@ impl Config {
 
     /// The number of responses to each prompt of a step: the samples, then the greedy one if the estimator needs it.
     pub fn responses_per_prompt(&self) -> usize {
-        self.rollout.samples_per_prompt + usize::from(self.has_greedy())
-    }
-
-    /// Whether each prompt of a step also gets a greedy response.
-    pub fn has_greedy(&self) -> bool {
-        self.job.kind == JobKind::Ppo && self.ppo.advantage.has_greedy()
+        self.rollout.samples_per_prompt + usize::from(self.uses().greedy)
     }
 
     /// The directory of the critic's initial weights. By default the first reward model, or the actor without a reward
@@ -431,15 +308,13 @@ impl Config {
 
     /// Fills in keys whose default is another key's value, except paths.
     fn fill_defaults(&mut self) {
-        if matches!(self.job.kind, JobKind::Distill | JobKind::Eval) {
-            // There is no ratio to the log-probabilities at sampling.
-            self.ppo.old_logprobs = ppo::OldLogprobs::Rollout;
-        }
-        self.data.only_evaluates = self.job.kind == JobKind::Eval;
+        let method::Uses { trains, samples, .. } = self.uses();
+        self.fill_method_defaults();
+        self.data.only_evaluates = !trains;
         // Other jobs do not train on samples; distillation rejects it.
-        self.rollout.keep_sampling_mask &= self.samples() && self.job.kind != JobKind::Eval;
+        self.rollout.keep_sampling_mask &= samples && trains;
         // There is no trained model to export.
-        self.job.export &= self.job.kind != JobKind::Eval;
+        self.job.export &= trains;
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }

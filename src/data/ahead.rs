@@ -8,10 +8,11 @@ use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
 use super::input::{InputFile, RowReader, is_rows};
 use super::json::read_line;
-use super::rows::{Part, Reading};
+use super::rows::Reading;
 use super::sources::{Prepared, Rows, eval_files, files_of, prepare};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, SplitBy};
+use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::Value;
@@ -100,7 +101,7 @@ impl Rows {
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
         let (mut left, mut response) = (entry.rest as usize, 0);
-        if self.part == Part::Steps {
+        if self.part == RowKind::Steps {
             response = left;
         } else if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
@@ -108,7 +109,7 @@ impl Rows {
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
                 let kept = tokens.min(left);
                 left -= kept;
-                response += if i % 2 == 1 || self.part == Part::Pair { kept } else { 0 };
+                response += if i % 2 == 1 || self.part == RowKind::Pair { kept } else { 0 };
             }
         }
         Ok(RowTokens { prompt: entry.tokens() - response, response })

@@ -1,24 +1,8 @@
-//! The kinds of rows, and access to the fields of a row.
+//! Access to the fields of a row.
 
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
-    /// The prompt alone: documents are [prompt].
-    Prompt,
-    /// Prompt and demonstration: documents are [prompt, response], alternating for several turns.
-    Demonstration,
-    /// Prompt and two responses: documents are [prompt, chosen, rejected].
-    Pair,
-    /// Prompt and a response labeled true or false: documents are [prompt, response].
-    Labelled,
-    /// A text with a list of labels, one for each of its steps: documents are [text].
-    Steps,
-    /// Plain text, all of which is learned: documents are [text].
-    Text,
-}
 
 /// A field, or one within others (`reward_model.ground_truth`). A null is a missing field.
 pub fn field<'a>(row: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {

@@ -23,6 +23,7 @@ pub mod shard;
 mod sources;
 mod split;
 
+pub use crate::config::method::RowKind;
 pub use ahead::look_ahead;
 pub use cut::RowTokens;
 pub use encode::shard_rows;
@@ -31,6 +32,6 @@ pub use hashes::Hashes;
 pub use ledger::Ledger;
 pub use left_out::LEDGER_LINES;
 pub use row_source::{LabelledRow, PairRow, PromptSource, Row, RowSource, SftRow, SftSource, StepLabel, StepRow};
-pub use rows::{Part, Reading};
+pub use rows::Reading;
 pub use sources::{Prepared, Rows, SourceFile, prepare};
 pub use split::{TEST, TRAIN};

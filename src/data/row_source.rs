@@ -5,9 +5,10 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::cut::{Entry, PIECE_SHIFT};
-use super::rows::{Part, Reading};
+use super::rows::Reading;
 use super::sources::{Prepared, Rows};
 use crate::config::data::{DataConfig, LongPrompts};
+use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::text::Tokenizer;
@@ -24,7 +25,7 @@ pub struct RowSource<T> {
 /// A row of a method.
 pub trait Row: Sized {
     /// The part of a data row that it uses.
-    const PART: Part;
+    const KIND: RowKind;
     /// The minimum number of tokens that it leaves free in the model's context.
     const FREE: usize = 0;
 
@@ -88,11 +89,11 @@ impl<T: Row> RowSource<T> {
         prepared: &Prepared,
         seed: u64,
     ) -> Result<Self> {
-        if T::PART != Part::Prompt && config.long_prompts == LongPrompts::Window {
+        if T::KIND != RowKind::Prompt && config.long_prompts == LongPrompts::Window {
             return Err(Error::usage("data.long_prompts = \"window\" would separate responses from their prompts")
                 .hint("set it to reject, truncate_left or truncate_right"));
         }
-        let rows = Rows::open(Reading { config, part: T::PART, tokenizer, vocabulary }, prepared, seed)?;
+        let rows = Rows::open(Reading { config, part: T::KIND, tokenizer, vocabulary }, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
     }
 
@@ -200,7 +201,7 @@ impl RowSource<Prompt> {
 }
 
 impl Row for Prompt {
-    const PART: Part = Part::Prompt;
+    const KIND: RowKind = RowKind::Prompt;
     // One token for a response.
     const FREE: usize = 1;
 
@@ -230,7 +231,7 @@ impl Row for Prompt {
 }
 
 impl Row for SftRow {
-    const PART: Part = Part::Demonstration;
+    const KIND: RowKind = RowKind::Demonstration;
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         let mut rest = &self.tokens[..];
@@ -288,7 +289,7 @@ fn kept(entry: &Entry, rows: &Rows) -> Result<[usize; 2]> {
 }
 
 impl Row for PairRow {
-    const PART: Part = Part::Pair;
+    const KIND: RowKind = RowKind::Pair;
 
     fn longest(entry: &Entry, rows: &Rows) -> Result<usize> {
         let [chosen, rejected] = kept(entry, rows)?;
@@ -331,7 +332,7 @@ pub struct LabelledRow {
 }
 
 impl Row for LabelledRow {
-    const PART: Part = Part::Labelled;
+    const KIND: RowKind = RowKind::Labelled;
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         let (prompt, response) = self.tokens.split_at(self.prompt_tokens);
@@ -379,7 +380,7 @@ pub enum StepLabel {
 }
 
 impl Row for StepRow {
-    const PART: Part = Part::Steps;
+    const KIND: RowKind = RowKind::Steps;
 
     fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
         (vec![(&self.tokens, false)], &self.label)

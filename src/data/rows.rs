@@ -2,11 +2,12 @@
 
 use serde_json::{Map, Value};
 
-pub use super::fields::{Part, field, required, token_ids};
+pub use super::fields::{field, required, token_ids};
 use super::shape::{self, Content, Field, Parts, Turns, is_assistant};
 use super::shard::Meta;
 use super::split::{TEST, TRAIN, is_test};
 use crate::config::data::{DataConfig, SplitBy};
+use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
 use crate::text::{Tokenizer, kind_of};
@@ -15,7 +16,7 @@ use crate::text::{Tokenizer, kind_of};
 #[derive(Clone, Copy, Debug)]
 pub struct Reading<'a> {
     pub config: &'a DataConfig,
-    pub part: Part,
+    pub part: RowKind,
     pub tokenizer: &'a Tokenizer,
     /// The size of the model's vocabulary.
     pub vocabulary: usize,
@@ -60,14 +61,14 @@ impl Encoder<'_> {
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
         let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
-            (Part::Pair, _, "") | (Part::Prompt | Part::Demonstration | Part::Text, "", _) => String::new(),
-            (Part::Pair, _, key) => margin_text(key, named(&row, key, "margin")?)?,
-            (Part::Labelled | Part::Steps, "", _) => {
+            (RowKind::Pair, _, "") | (RowKind::Prompt | RowKind::Demonstration | RowKind::Text, "", _) => String::new(),
+            (RowKind::Pair, _, key) => margin_text(key, named(&row, key, "margin")?)?,
+            (RowKind::Labelled | RowKind::Steps, "", _) => {
                 return Err(Error::usage("data.label_key must name the field of the labels")
                     .hint("set data.label_key (or pass --label-key)"));
             }
-            (Part::Labelled, key, _) => truth(key, named(&row, key, "label")?)?.to_string(),
-            (Part::Steps, key, _) => step_labels(key, named(&row, key, "label")?)?,
+            (RowKind::Labelled, key, _) => truth(key, named(&row, key, "label")?)?.to_string(),
+            (RowKind::Steps, key, _) => step_labels(key, named(&row, key, "label")?)?,
             (_, key, _) => label_text(named(&row, key, "label")?),
         };
         let fields = if self.kept == [ALL_FIELDS] {
@@ -81,17 +82,17 @@ impl Encoder<'_> {
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
         let Reading { config, part, .. } = self.reading;
-        if part == Part::Text {
+        if part == RowKind::Text {
             let text = required(row, &config.prompt_key).map_err(|_| self.missing(row, &config.prompt_key))?;
             return Ok(vec![self.text(&config.prompt_key, text)?]);
         }
         shape::warn_of_unread(row, config, part);
         let parts = Parts::from_row(row, config, part)?;
         match part {
-            Part::Pair => self.pair(row, &parts),
-            Part::Labelled => self.labelled(row, &parts),
-            Part::Demonstration => self.demonstration(row, &parts),
-            Part::Prompt | Part::Steps | Part::Text => self.prompt(row, &parts),
+            RowKind::Pair => self.pair(row, &parts),
+            RowKind::Labelled => self.labelled(row, &parts),
+            RowKind::Demonstration => self.demonstration(row, &parts),
+            RowKind::Prompt | RowKind::Steps | RowKind::Text => self.prompt(row, &parts),
         }
     }
 
@@ -104,9 +105,9 @@ impl Encoder<'_> {
         let Reading { config, part, tokenizer, .. } = self.reading;
         let Some(prompt) = &parts.prompt else { return Err(self.missing(row, &config.prompt_key)) };
         let Some(mut messages) = prompt.content.messages("user", config.chat_template) else {
-            return Ok(vec![self.tokens(prompt, Part::Prompt)?]);
+            return Ok(vec![self.tokens(prompt, RowKind::Prompt)?]);
         };
-        let is_open = part == Part::Prompt;
+        let is_open = part == RowKind::Prompt;
         while is_open && messages.last().is_some_and(is_assistant) {
             messages.pop();
         }
@@ -127,7 +128,7 @@ impl Encoder<'_> {
                 Some(messages) if messages.iter().any(is_assistant) => Turns::Chat(messages, 0),
                 messages => {
                     if messages.is_none() {
-                        self.tokens(prompt, Part::Prompt)?;
+                        self.tokens(prompt, RowKind::Prompt)?;
                     }
                     return Err(self.missing(row, &config.response_key));
                 }
@@ -146,7 +147,7 @@ impl Encoder<'_> {
                 self.turns(row, &messages, learned)?.ok_or_else(rewrites)
             }
             Turns::Plain(_, response) => {
-                Ok(vec![self.tokens(prompt, Part::Prompt)?, self.tokens(response, Part::Demonstration)?])
+                Ok(vec![self.tokens(prompt, RowKind::Prompt)?, self.tokens(response, RowKind::Demonstration)?])
             }
         }
     }
@@ -226,27 +227,28 @@ impl Encoder<'_> {
                 Ok(Side { before: Some(all), prompt: sequences.concat(), answer })
             }
             Turns::Plain(Some(prompt), answer) => {
-                let (prompt, answer) = (self.tokens(prompt, Part::Prompt)?, self.tokens(answer, Part::Demonstration)?);
+                let (prompt, answer) =
+                    (self.tokens(prompt, RowKind::Prompt)?, self.tokens(answer, RowKind::Demonstration)?);
                 Ok(Side { before: None, prompt, answer })
             }
             Turns::Plain(None, answer) => {
-                Ok(Side { before: None, prompt: Vec::new(), answer: self.tokens(answer, Part::Pair)? })
+                Ok(Side { before: None, prompt: Vec::new(), answer: self.tokens(answer, RowKind::Pair)? })
             }
         }
     }
 
     /// The tokens of a field, which holds token ids or text. All texts except prompts get an end token.
-    fn tokens(&self, field: &Field<'_>, part: Part) -> Result<Vec<u32>> {
+    fn tokens(&self, field: &Field<'_>, part: RowKind) -> Result<Vec<u32>> {
         let tokens = match &field.content {
             Content::Ids(ids) => ids.clone(),
             Content::Text(text) if text.is_empty() => return Err(empty(field.key)),
-            Content::Text(text) if part == Part::Prompt => self.reading.tokenizer.encode(text, true)?,
+            Content::Text(text) if part == RowKind::Prompt => self.reading.tokenizer.encode(text, true)?,
             Content::Text(text) => {
                 let eos = self.reading.tokenizer.eos_ids().first().ok_or_else(|| {
                     Error::data("the tokenizer has no end token, so demonstrations could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, part != Part::Demonstration)?;
+                let mut tokens = self.reading.tokenizer.encode(text, part != RowKind::Demonstration)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens
@@ -269,7 +271,7 @@ impl Encoder<'_> {
             Value::String(text) => Content::Text(text.clone()),
             other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
         };
-        self.tokens(&Field { key, content }, Part::Text)
+        self.tokens(&Field { key, content }, RowKind::Text)
     }
 
     /// Messages through the chat template. A learned turn is a response, and everything before it is its prompt. `None`

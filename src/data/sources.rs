@@ -11,12 +11,13 @@ use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::input::{InputFile, check_entry, input_files, is_rows};
 use super::ledger::Ledger;
-use super::rows::{self, ALL_FIELDS, Part, Reading};
+use super::rows::{self, ALL_FIELDS, Reading};
 use super::shard::{self, FileHash, Shard};
 use super::split::{TEST, TRAIN, check_training_splits, describe};
 use super::split::{no_such_split, none_to_evaluate, prompt_hash, splits_of};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, Order, SplitBy};
+use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
@@ -39,7 +40,7 @@ pub struct Rows {
     pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
-    pub(super) part: Part,
+    pub(super) part: RowKind,
     /// The rows of `data.pretrain`.
     pub(super) pretrain: Option<Box<Rows>>,
     /// The rows of `data.eval_sets`, which are all held out, and their names.
@@ -82,7 +83,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     };
     group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
     if let Some(config) = &config.of_pretrain() {
-        let texts = prepare(Reading { config, part: Part::Text, ..reading }, cache, hashes, group);
+        let texts = prepare(Reading { config, part: RowKind::Text, ..reading }, cache, hashes, group);
         prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
     }
     prepared.eval_sets = config.each_eval_set(|config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
@@ -92,9 +93,9 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
 /// Fields of rows that the job needs after sharding. Rewards get all fields of a prompt.
 fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
     match part {
-        Part::Prompt => vec![ALL_FIELDS.into()],
+        RowKind::Prompt => vec![ALL_FIELDS.into()],
         _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        Part::Demonstration | Part::Pair | Part::Labelled | Part::Steps | Part::Text => Vec::new(),
+        RowKind::Demonstration | RowKind::Pair | RowKind::Labelled | RowKind::Steps | RowKind::Text => Vec::new(),
     }
 }
 
@@ -109,11 +110,12 @@ impl Prepared {
             config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.hash_files(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
-        let response_key = matches!(part, Part::Demonstration | Part::Labelled).then_some(response_key);
-        let by_part =
-            matches!(part, Part::Labelled | Part::Steps | Part::Text).then(|| format!(" {part:?}")).unwrap_or_default();
+        let response_key = matches!(part, RowKind::Demonstration | RowKind::Labelled).then_some(response_key);
+        let by_part = matches!(part, RowKind::Labelled | RowKind::Steps | RowKind::Text)
+            .then(|| format!(" {part:?}"))
+            .unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
-        let pair_keys = (part == Part::Pair).then_some((chosen_key, rejected_key, margin_key));
+        let pair_keys = (part == RowKind::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
         let args = if config.chat_template_args.is_empty() {
             String::new()
@@ -261,9 +263,13 @@ impl Rows {
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
-            (Some(texts), Some(config)) => {
-                Some(Box::new(Self::open_from(0, Reading { config, part: Part::Text, ..reading }, texts, seed, &[])?))
-            }
+            (Some(texts), Some(config)) => Some(Box::new(Self::open_from(
+                0,
+                Reading { config, part: RowKind::Text, ..reading },
+                texts,
+                seed,
+                &[],
+            )?)),
             _ => None,
         };
         Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, eval_sets: Vec::new(), filtered })
@@ -278,7 +284,7 @@ impl Rows {
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
         let pretrain = reading.config.of_pretrain().map(|config| {
             let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
-            let reading = Reading { config: &config, part: Part::Text, ..reading };
+            let reading = Reading { config: &config, part: RowKind::Text, ..reading };
             Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
         });
         let (part, pretrain, eval_sets, filtered) = (reading.part, pretrain.transpose()?, Vec::new(), Vec::new());
@@ -378,10 +384,10 @@ fn entries_of(
         return Ok(Err("empty_document"));
     }
     let needed = match reading.part {
-        Part::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
-        Part::Labelled => Some((2, "prompt and response", "--labelled")),
-        Part::Steps => Some((1, "one text", "--steps")),
-        Part::Prompt | Part::Demonstration | Part::Text => None,
+        RowKind::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
+        RowKind::Labelled => Some((2, "prompt and response", "--labelled")),
+        RowKind::Steps => Some((1, "one text", "--steps")),
+        RowKind::Prompt | RowKind::Demonstration | RowKind::Text => None,
     };
     if let Some((sequences, what, option)) = needed {
         let found = lengths()?.len();
@@ -390,7 +396,7 @@ fn entries_of(
                 .hint(format!("shard the rows with {option}")));
         }
     }
-    if reading.part == Part::Pair {
+    if reading.part == RowKind::Pair {
         let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
         if let Ok([entry]) = entries.as_deref()
@@ -413,12 +419,12 @@ fn entries_of(
         }));
     }
     let (prompt, rest) = match reading.part {
-        Part::Prompt | Part::Text => (prompt, 0),
+        RowKind::Prompt | RowKind::Text => (prompt, 0),
         // A text that is too long loses its end.
-        Part::Steps => (prompt.min(1), prompt.saturating_sub(1)),
-        Part::Demonstration | Part::Labelled | Part::Pair => (prompt, lengths()?[1..].iter().sum()),
+        RowKind::Steps => (prompt.min(1), prompt.saturating_sub(1)),
+        RowKind::Demonstration | RowKind::Labelled | RowKind::Pair => (prompt, lengths()?[1..].iter().sum()),
     };
-    if rest == 0 && reading.part == Part::Demonstration {
+    if rest == 0 && reading.part == RowKind::Demonstration {
         return Err(Error::data(format!("{prefix}: document {document} has a prompt but no response"))
             .hint("shard the rows with --response-key, or with --chat-template and assistant turns"));
     }

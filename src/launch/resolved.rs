@@ -4,7 +4,7 @@ use super::run::Run;
 use crate::config::Config;
 use crate::config::job::Collectives;
 use crate::config::mesh::Auto;
-use crate::config::ppo::OldLogprobs;
+use crate::config::method::ppo::OldLogprobs;
 use crate::device::Device;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;

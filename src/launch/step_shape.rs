@@ -1,7 +1,7 @@
 //! The shape of a job's step, the only part of its method that start-up and the plan know.
 
 use crate::config::Config;
-use crate::data::Part;
+use crate::data::RowKind;
 
 /// The number of rows to read in advance, unless a step has more.
 const AHEAD: usize = 512;
@@ -9,7 +9,7 @@ const AHEAD: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// The part of a row that is read; a rollout turns prompts into samples.
-    pub part: Part,
+    pub part: RowKind,
     /// The rows of a step over all ranks, and the samples of each.
     pub rows: usize,
     pub samples_per_row: usize,
@@ -35,7 +35,7 @@ impl StepShape {
     }
 
     pub fn has_rollout(&self) -> bool {
-        self.part == Part::Prompt
+        self.part == RowKind::Prompt
     }
 
     /// The number of rows to read before the job runs: the rows of whole steps, but not more steps than the job has.

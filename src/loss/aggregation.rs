@@ -1,6 +1,6 @@
 //! Per-token weights, which turn a mean over tokens or sequences into a plain sum.
 
-use crate::config::ppo::Aggregation;
+use crate::config::method::ppo::Aggregation;
 
 /// The totals of a minibatch over all ranks and its whole accumulation window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Importance weights for tokens whose sampler was not the policy that the ratio is taken against.
 
-use crate::config::ppo::Correction;
+use crate::config::method::ppo::Correction;
 
 /// Appends the factor of each token of one whole sequence to `factors`:
 /// w_t = exp(old_logprob_t - sample_logprob_t), then

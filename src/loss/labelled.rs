@@ -1,7 +1,7 @@
 //! Losses of labeled responses: of whole responses, and of each step of one.
 
 use super::preference::sigmoid;
-use crate::config::labelled::KtoConfig;
+use crate::config::method::labelled::KtoConfig;
 
 /// The loss of a policy for one labeled response (KTO, arXiv:2402.01306), and its derivative by the log-ratio h = sum_t
 /// (l - l_ref). That is also its derivative by each token's log-probability l. `kl` is a constant that gets no

@@ -5,7 +5,7 @@
 
 use std::ops::AddAssign;
 
-use crate::config::ppo::{KlIn, PolicyLossKind, PpoConfig};
+use crate::config::method::ppo::{KlIn, PolicyLossKind, PpoConfig};
 
 /// A range of tokens. All slices have the same length. Some may be empty, as noted.
 #[derive(Clone, Copy, Debug, Default)]

@@ -1,6 +1,6 @@
 //! Losses of pairs: for a reward model from two scores, and for a policy from the log-probabilities of two responses.
 
-use crate::config::preference::{DpoConfig, PairLoss, PreferenceLoss};
+use crate::config::method::preference::{DpoConfig, PairLoss, PreferenceLoss};
 
 /// The result of a pair: its loss, and the rewards of both sides.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

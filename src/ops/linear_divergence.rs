@@ -7,7 +7,7 @@
 //!
 //! The heads may be parts of the vocabulary's rows (`HeadPart`). Statistics and sums are then combined over the parts.
 
-pub use crate::config::distill::Divergence;
+pub use crate::config::method::distill::Divergence;
 
 use super::check;
 use super::linear_logprob::{

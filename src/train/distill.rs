@@ -4,8 +4,8 @@
 use super::models::ModelSpec;
 use super::supervised::{Method, Minibatch, Numbers, evaluate};
 use crate::config::Config;
-use crate::config::distill::DistillConfig;
 use crate::config::mesh::RoleName;
+use crate::config::method::distill::DistillConfig;
 use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;

@@ -2,7 +2,6 @@
 
 use super::rollout::{Answer, Collector, greedy};
 use crate::config::Config;
-use crate::config::job::JobKind;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::device::null;
@@ -103,7 +102,7 @@ fn held_out(config: &Config, source: &PromptSource) -> Result<(Vec<Prompt>, Vec<
         sets.push(Set { name: String::new(), prompts: 0..prompts.len() });
     }
     let by_source: Vec<&[Prompt]> = prompts.chunk_by(|a, b| a.source == b.source).collect();
-    if config.job.kind == JobKind::Eval && by_source.len() > 1 {
+    if !config.uses().trains && by_source.len() > 1 {
         let mut taken: BTreeSet<String> = config.data.eval_sets.iter().map(|set| set.name.clone()).collect();
         let mut end = 0;
         for rows in by_source {
@@ -140,7 +139,7 @@ fn numbers(config: &Config, reward: &Reward, greedy: &[Answer], sampled: &[Answe
         };
         all.extend(names.into_iter().map(|name| (format!("{EVAL_REWARD_OF}{name}"), of(name))));
     }
-    if !config.eval.draws() && config.job.kind != JobKind::Eval {
+    if !config.eval.draws() && config.uses().trains {
         return all;
     }
     let (n, drawn) = (config.eval.samples_per_prompt, if config.eval.draws() { sampled } else { greedy });

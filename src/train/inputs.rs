@@ -6,7 +6,7 @@ use crate::comm::records;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
 use crate::data::shard::FileHash;
-use crate::data::{self, Hashes, Part, Prepared, Reading, SourceFile};
+use crate::data::{self, Hashes, Prepared, Reading, RowKind, SourceFile};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
@@ -28,7 +28,7 @@ pub struct Hashed {
 
 impl Hashed {
     /// Shards JSONL rows, hashes the data, and compares each shard with its sidecar. All ranks call this.
-    pub fn data(run: &Run, part: Part, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
+    pub fn data(run: &Run, part: RowKind, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
         let reading = Reading { config, part, tokenizer, vocabulary };

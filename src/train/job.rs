@@ -6,7 +6,7 @@ use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
 use super::state::{self, State};
 use super::timers::Timers;
-use super::warnings::{self, Warnings};
+use super::warnings::{self, Warning, Warnings};
 use super::{export, placement};
 use crate::comm::{phase, records};
 use crate::config::Config;
@@ -45,7 +45,8 @@ pub trait Job: Sized {
 
     /// The number of steps. By default `job.steps`, or the steps of the method's epochs over the rows.
     fn steps(config: &Config, rows: &Rows) -> u64 {
-        let epochs = || config.epochs() * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
+        let epochs =
+            || config.method().epochs().unwrap_or(0.0) * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
         if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
     }
 
@@ -55,6 +56,16 @@ pub trait Job: Sized {
     /// Disk space beyond checkpoints, and rows of the banner.
     fn needs(_run: &Run, _arch: &Arch, _rows: &Rows) -> BannerRows {
         BannerRows::default()
+    }
+
+    /// Warnings about the job before its first step. `context` is the first model's, in tokens.
+    fn warnings_of_start(_run: &Run, _rows: &Rows, _context: usize) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Warnings about the metrics of a step.
+    fn warnings_of_step(_config: &Config, _values: &Metrics) -> Vec<Warning> {
+        Vec::new()
     }
 
     /// Creates the method from the models of this rank: the learners and the frozen models.
@@ -248,7 +259,7 @@ impl<J: Job> Inputs<J> {
         let arch = models[0].arch.clone();
         let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
         run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
-        let (prepared, hashed) = Hashed::data(run, J::Row::PART, &tokenizer, arch.vocabulary)?;
+        let (prepared, hashed) = Hashed::data(run, J::Row::KIND, &tokenizer, arch.vocabulary)?;
         let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
@@ -321,7 +332,8 @@ impl<J: Job> Opened<J> {
         let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
         let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
         run.banner(to_make, at, &shown.collect::<Vec<_>>(), needs);
-        for text in warnings::of_start(run, &shape, job.rows(), arch.context) {
+        let filtered = warnings::of_filtered(job.rows());
+        for text in filtered.into_iter().chain(J::warnings_of_start(run, job.rows(), arch.context)) {
             run.recorder.warn(&text);
         }
         Ok(Self { job, state, steps, arch, learned, warnings: Warnings::default() })
@@ -369,7 +381,8 @@ impl<J: Job> Opened<J> {
             self.take_rows();
             self.state.step = step.number;
             let waited = self.warnings.of_waiting(&run.config, run.reward_wait_s.take(), step.timers.seconds());
-            for text in self.warnings.of_step(&run.config, &metrics).into_iter().chain(waited) {
+            let found = J::warnings_of_step(&run.config, &metrics);
+            for text in self.warnings.of_step(&metrics, found).into_iter().chain(waited) {
                 run.recorder.warn(&text);
             }
             record(run, &step, metrics, flops(run, &self.arch, &J::shape(&run.config), &step.lengths))?;

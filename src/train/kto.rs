@@ -23,6 +23,9 @@ use crate::text::Tokenizer;
 const DESIRABLE: &str = "desirable";
 const UNDESIRABLE: &str = "undesirable";
 
+/// Minibatch size below which the KL is mostly noise.
+const SAMPLES_FEW: usize = 8;
+
 pub struct Kto {
     reference: Reference<1>,
 }
@@ -64,6 +67,15 @@ impl Method for Kto {
         };
         Err(Error::data(format!("a kto job needs desirable and undesirable rows, but every row is labeled {only}"))
             .hint("check data.label_key; for responses that are all good, use job.kind = \"sft\""))
+    }
+
+    fn warning_of_start(Config { kto, .. }: &Config) -> Option<String> {
+        let samples = kto.minibatch_samples;
+        (samples < SAMPLES_FEW).then(|| {
+            format!(
+                "kto.minibatch_samples = {samples} is small: the KL of the loss is a mean over these samples and is noisy"
+            )
+        })
     }
 
     fn new(_config: &Config, mut frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {

@@ -27,6 +27,7 @@ pub mod reward_model;
 mod reward_models;
 mod rollout;
 mod rollout_banner;
+mod rollout_warnings;
 pub mod rollout_weights;
 pub mod sample_metrics;
 pub mod saved;
@@ -42,8 +43,8 @@ mod warnings;
 mod weight_sync;
 
 use crate::config::Config;
-use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
+use crate::config::method::JobKind;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;

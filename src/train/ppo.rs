@@ -11,15 +11,16 @@ use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
 use super::sample_metrics::{advantage_values, sampled_values};
 use super::update::{REPORTED, Update};
+use super::warnings::Warning;
 use super::weight_sync::WeightSync;
-use super::{evaluate, placement, rollout_banner};
+use super::{evaluate, placement, rollout_banner, rollout_warnings};
 use crate::advantage::AdvantageState;
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::config::ppo::KlIn;
+use crate::config::method::ppo::KlIn;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig};
-use crate::data::{LEDGER_LINES, Part, PromptSource, Rows, SftRow};
+use crate::data::{LEDGER_LINES, PromptSource, RowKind, Rows, SftRow};
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
 use crate::experience::{Experience, Prompt, Response};
@@ -87,7 +88,7 @@ impl Job for Ppo {
 
     fn models(config: &Config) -> Vec<ModelSpec> {
         let mut all = vec![ModelSpec::actor(config, Head::LanguageModel)];
-        if config.needs_reference() {
+        if config.uses().reference {
             all.push(ModelSpec::frozen(RoleName::Reference, config.model.reference_dir()));
         }
         if config.ppo.advantage.has_critic() {
@@ -129,14 +130,14 @@ impl Job for Ppo {
     fn shape(config: &Config) -> StepShape {
         let (ppo, rollout, critics) = (&config.ppo, &config.rollout, usize::from(config.ppo.advantage.has_critic()));
         StepShape {
-            part: Part::Prompt,
+            part: RowKind::Prompt,
             rows: rollout.prompts_per_step,
             samples_per_row: rollout.samples_per_prompt,
             minibatch: ppo.minibatch_samples.min(rollout.prompts_per_step * rollout.samples_per_prompt),
             epochs: ppo.epochs,
             microbatch_tokens_max: ppo.microbatch_tokens_max,
             trained: 1 + critics,
-            scored: critics + usize::from(config.needs_reference()),
+            scored: critics + usize::from(config.uses().reference),
         }
     }
 
@@ -147,6 +148,14 @@ impl Job for Ppo {
             about: vec![("rewards".to_string(), rollout_banner::rewards(&run.config))],
             notes: rollout_banner::notes(run),
         }
+    }
+
+    fn warnings_of_start(run: &Run, rows: &Rows, context: usize) -> Vec<String> {
+        rollout_warnings::of_start(&run.config, run.ranks.layout().rollout_data(), rows, context)
+    }
+
+    fn warnings_of_step(config: &Config, values: &Metrics) -> Vec<Warning> {
+        rollout_warnings::of_step(config, values)
     }
 
     fn new(
@@ -467,7 +476,7 @@ impl Ppo {
 
 fn metrics(run: &Run, work: &UpdateWork) -> Metrics {
     let mut values = work.values.clone();
-    let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.needs_reference();
+    let kl_in_loss = run.config.ppo.kl_in == KlIn::Loss && run.config.uses().reference;
     // Means over the updates, and the largest gap and norms.
     let of_updates = work.sums.means(REPORTED).into_iter();
     values.extend(named(of_updates.filter(|(key, _)| kl_in_loss || *key != keys::KL_LOSS)));

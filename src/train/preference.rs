@@ -4,6 +4,7 @@ use super::models::ModelSpec;
 use super::pairs;
 use super::reference::Reference;
 use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
+use super::warnings::{Warning, value};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::PairRow;
@@ -14,8 +15,12 @@ use crate::learn::{Learner, Role};
 use crate::loss::preference::{PairLogprobs, preference_loss};
 use crate::metrics::Phases;
 use crate::metrics::eval_rows::EvalResponses;
+use crate::metrics::keys::{self, Metrics};
 use crate::model::Head;
 use crate::text::Tokenizer;
+
+/// Fall of the chosen responses' log-probability, in nats per response, above which a run warns.
+const CHOSEN_FALL: f64 = 10.0;
 
 pub struct Preference {
     /// `None` if the loss has no reference.
@@ -36,6 +41,17 @@ impl Method for Preference {
 
     fn shape(Config { dpo, .. }: &Config) -> [usize; 3] {
         [dpo.minibatch_samples, dpo.microbatch_tokens_max, usize::from(dpo.has_reference())]
+    }
+
+    fn warning_of_step(Config { dpo, .. }: &Config, values: &Metrics) -> Option<Warning> {
+        let fall = -value(values, keys::CHOSEN_REWARD_MEAN) / dpo.beta;
+        (dpo.has_reference() && fall > CHOSEN_FALL).then(|| {
+            let text = format!(
+                "the log-probability of the chosen responses has also fallen, by {fall:.0} nats, so the policy may end up \
+                 writing neither response: raise dpo.nll_coef"
+            );
+            ("chosen_fall", text)
+        })
     }
 
     fn new(_config: &Config, mut frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {

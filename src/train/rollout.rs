@@ -168,7 +168,7 @@ impl Collector {
     ) -> Result<RankResponses> {
         let config = &run.config.rollout;
         let greedy = greedy(config);
-        let configs = if run.config.has_greedy() { &[config, &greedy][..] } else { &[config] };
+        let configs = if run.config.uses().greedy { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
         self.reward.steps_done = u64::from(pieces[0].step).saturating_sub(1);
         let answered = self.generate(run, model, pieces, prompts, part, configs, None, partial, streams);

@@ -2,17 +2,17 @@
 
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors};
 use crate::comm::{Group, records};
-use crate::config::job::JobKind;
 use crate::config::mesh::RoleName;
 use crate::config::{self, Config};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::learn::Role;
+use crate::model::Head;
 use std::path::Path;
 
 /// If an evaluation job names a run directory, replaces it with the newest checkpoint of the run. All ranks call this.
 pub fn locate(config: &mut Config, group: &Group) {
-    if config.job.kind == JobKind::Eval {
+    if !config.uses().trains {
         // Other hosts may still see an older listing.
         let found = records::of_first(group, || checkpoint::newest_of(&config.model.actor));
         config.model.actor = found.unwrap_or_else(|| config.model.actor.clone());
@@ -33,8 +33,8 @@ pub fn fill(run: &Run, role: &mut Role) -> Result<()> {
     let (all, dir) = (&run.ranks.axes.all, role.dir.clone());
     let checkpoint = all.agree(Checkpoint::open(&dir))?;
     let saved = config::parse(checkpoint.manifest.state["config"].as_str().unwrap_or_default(), &[]);
-    let kind = all.agree(saved.map_err(|e| e.within(dir.display())))?.job.kind;
-    if kind == JobKind::RewardModel {
+    let saved = all.agree(saved.map_err(|e| e.within(dir.display())))?;
+    if super::models(&saved)[0].head == Head::Value {
         let what = format!("model.actor: {} holds a reward model, which cannot write responses", dir.display());
         return all
             .agree(Err(Error::data(what).hint("evaluate it on data.eval_split with job.kind = \"reward_model\"")));

@@ -34,7 +34,7 @@ impl Scores {
     /// Removes the greedy responses from the samples, whose baselines they are. If a reward failed on a greedy
     /// response, all samples of its prompt count as failed.
     pub fn split_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
-        if !run.config.has_greedy() {
+        if !run.config.uses().greedy {
             return;
         }
         let all = std::mem::take(samples).into_iter().zip(std::mem::take(&mut self.scored));

@@ -2,7 +2,7 @@
 
 use super::supervised::{Method, Minibatch, Numbers, evaluate_share};
 use crate::config::Config;
-use crate::config::job::LossOn;
+use crate::config::method::sft::LossOn;
 use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;

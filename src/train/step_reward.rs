@@ -4,7 +4,7 @@
 
 use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
-use crate::config::labelled::StepRewardConfig;
+use crate::config::method::labelled::StepRewardConfig;
 use crate::data::{RowSource, StepLabel, StepRow};
 use crate::device::null;
 use crate::error::{Error, Result};

@@ -3,6 +3,7 @@
 
 use super::job::{Ended, Job, Step};
 use super::models::ModelSpec;
+use super::warnings::Warning;
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -46,6 +47,16 @@ pub trait Method: Sized {
     /// See `Job`.
     fn check_rows(_config: &Config, _source: &RowSource<Self::Row>, _tokenizer: &Tokenizer) -> Result<()> {
         Ok(())
+    }
+
+    /// A warning about the settings of a job.
+    fn warning_of_start(_config: &Config) -> Option<String> {
+        None
+    }
+
+    /// A warning about the metrics of a step.
+    fn warning_of_step(_config: &Config, _values: &Metrics) -> Option<Warning> {
+        None
     }
 
     /// Creates the method with its frozen models.
@@ -98,7 +109,7 @@ impl<M: Method> Job for Supervised<M> {
     fn shape(config: &Config) -> StepShape {
         let [samples, microbatch_tokens_max, scored] = M::shape(config);
         StepShape {
-            part: M::Row::PART,
+            part: M::Row::KIND,
             rows: samples,
             samples_per_row: 1,
             minibatch: samples,
@@ -107,6 +118,22 @@ impl<M: Method> Job for Supervised<M> {
             trained: 1,
             scored,
         }
+    }
+
+    fn warnings_of_start(run: &Run, rows: &Rows, _context: usize) -> Vec<String> {
+        let ([minibatch, ..], ranks) = (M::shape(&run.config), run.ranks.axes.data.size());
+        let (key, of_epoch) = (format!("{}.minibatch_samples = {minibatch}", run.config.kind()), rows.epoch_rows());
+        let all = [
+            (ranks > minibatch).then(|| format!("{key} is below the {ranks} data ranks: some get no samples")),
+            (minibatch as u64 > of_epoch)
+                .then(|| format!("{key} exceeds the data's {of_epoch} rows: steps repeat rows")),
+            M::warning_of_start(&run.config),
+        ];
+        all.into_iter().flatten().collect()
+    }
+
+    fn warnings_of_step(config: &Config, values: &Metrics) -> Vec<Warning> {
+        M::warning_of_step(config, values).into_iter().collect()
     }
 
     fn new(

@@ -3,7 +3,7 @@
 use super::sft::CrossEntropy;
 use crate::comm::{Axes, Group};
 use crate::config::Config;
-use crate::config::ppo::{Aggregation, Correction, PolicyLossKind};
+use crate::config::method::ppo::{Aggregation, Correction, PolicyLossKind};
 use crate::data::SftRow;
 use crate::error::Result;
 use crate::experience::Experience;

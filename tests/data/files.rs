@@ -9,7 +9,7 @@ use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::Part;
+use rlhf_hpc::data::RowKind;
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::json;
 
@@ -17,7 +17,7 @@ use crate::data::fixture::{Fixture, config};
 use crate::data::rows::shard;
 
 fn labels(fixture: &Fixture, file: &str) -> Result<Vec<String>, Error> {
-    let shard = shard(fixture, file, Part::Prompt, &config(""))?;
+    let shard = shard(fixture, file, RowKind::Prompt, &config(""))?;
     (0..shard.documents()).map(|i| Ok(shard.meta(i)?.label)).collect()
 }
 

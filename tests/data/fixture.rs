@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Hashes, Part, Prepared, PromptSource, Reading, Row, RowSource, SftSource, prepare};
+use rlhf_hpc::data::{Hashes, Prepared, PromptSource, Reading, Row, RowKind, RowSource, SftSource, prepare};
 use rlhf_hpc::error::Result;
 use rlhf_hpc::text::{Tokenizer, train_bpe};
 use serde_json::{Value, json};
@@ -49,7 +49,7 @@ impl Fixture {
         self.path("cache")
     }
 
-    pub fn prepared(&self, config: &DataConfig, part: Part) -> Result<Prepared> {
+    pub fn prepared(&self, config: &DataConfig, part: RowKind) -> Result<Prepared> {
         let reading = Reading { config, part, tokenizer: &self.tokenizer, vocabulary: self.vocabulary() };
         prepare(reading, &self.cache(), &mut Hashes::default(), &Group::one())
     }
@@ -63,7 +63,7 @@ impl Fixture {
     }
 
     pub fn rows<T: Row>(&self, config: &DataConfig, seed: u64) -> Result<RowSource<T>> {
-        let prepared = self.prepared(config, T::PART)?;
+        let prepared = self.prepared(config, T::KIND)?;
         RowSource::open(config, &self.tokenizer, self.vocabulary(), &prepared, seed)
     }
 }

@@ -1,5 +1,5 @@
 use rlhf_hpc::config::data::{DataConfig, LongPrompts};
-use rlhf_hpc::data::{LabelledRow, Part, StepLabel, StepRow};
+use rlhf_hpc::data::{LabelledRow, RowKind, StepLabel, StepRow};
 use serde_json::{Value, json};
 
 use crate::data::fixture::{Fixture, config, questions};
@@ -15,7 +15,7 @@ fn labelled_texts_messages_and_ids_become_prompt_and_response() {
     let (user, answer) = (says("user", "hi"), says("assistant", "ho"));
     let texts = |row: &Value, is_chat: bool| {
         let file = fixture.jsonl("l.jsonl", std::slice::from_ref(row));
-        let shard = shard(&fixture, &file, Part::Labelled, &labelled(is_chat)).unwrap();
+        let shard = shard(&fixture, &file, RowKind::Labelled, &labelled(is_chat)).unwrap();
         assert_eq!(shard.meta(0).unwrap().label, "true", "{row}");
         let document = shard.document(0).unwrap();
         document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect::<Vec<_>>()
@@ -43,18 +43,18 @@ fn responses_without_a_key_of_their_label_are_refused() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("good.jsonl", &[json!({"prompt": "x", "response": "y", "label": true})]);
     let unnamed = DataConfig { label_key: String::new(), ..labelled(false) };
-    let error = shard(&fixture, &file, Part::Labelled, &unnamed).unwrap_err();
+    let error = shard(&fixture, &file, RowKind::Labelled, &unnamed).unwrap_err();
     assert!(error.hint.is_some_and(|hint| hint.contains("data.label_key")));
 }
 
 #[test]
 fn shards_of_other_rows_are_refused_where_labels_are_needed() {
     let fixture = Fixture::new();
-    let of = |part: Part| {
+    let of = |part: RowKind| {
         shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
         config(fixture.path("shards/rows").to_str().unwrap())
     };
-    let prompts = of(Part::Prompt);
+    let prompts = of(RowKind::Prompt);
     let error = fixture.rows::<LabelledRow>(&prompts, 0).unwrap_err();
     assert!(
         error.message.contains("(sequences: 1)") && error.hint.unwrap().contains("--labelled"),
@@ -68,7 +68,7 @@ fn shards_of_other_rows_are_refused_where_labels_are_needed() {
         "{}",
         error.message
     );
-    let demonstrations = of(Part::Demonstration);
+    let demonstrations = of(RowKind::Demonstration);
     let error = fixture.rows::<StepRow>(&demonstrations, 0).unwrap_err();
     assert!(error.message.contains("(sequences: 2)") && error.hint.unwrap().contains("--steps"), "{}", error.message);
     // 0 is a label.

@@ -1,5 +1,5 @@
 use rlhf_hpc::config::data::{DataConfig, LongPrompts};
-use rlhf_hpc::data::{PairRow, Part};
+use rlhf_hpc::data::{PairRow, RowKind};
 use rlhf_hpc::error::Kind;
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::data::rows::{chat, says, shard};
 
 /// Prompt, chosen and rejected of a row.
 fn pair(fixture: &Fixture, row: &Value, config: &DataConfig) -> Vec<Vec<u32>> {
-    let shard = shard(fixture, &fixture.jsonl("p.jsonl", std::slice::from_ref(row)), Part::Pair, config).unwrap();
+    let shard = shard(fixture, &fixture.jsonl("p.jsonl", std::slice::from_ref(row)), RowKind::Pair, config).unwrap();
     shard.document(0).unwrap()
 }
 
@@ -85,7 +85,7 @@ fn what_whole_conversations_and_texts_begin_with_alike_is_their_prompt() {
 #[test]
 fn a_shard_without_pairs_is_refused_where_pairs_are_needed() {
     let fixture = Fixture::new();
-    for (part, sequences) in [(Part::Prompt, 1), (Part::Demonstration, 2)] {
+    for (part, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
         shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
         let prefix = fixture.path("shards/rows");
         let error = fixture.rows::<PairRow>(&config(prefix.to_str().unwrap()), 0).unwrap_err();

@@ -3,14 +3,14 @@
 use std::fs;
 
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::Part::{self, Demonstration, Labelled, Pair, Prompt, Steps};
+use rlhf_hpc::data::RowKind::{self, Demonstration, Labelled, Pair, Prompt, Steps};
 use rlhf_hpc::error::Kind;
 
 use crate::data::fixture::{Fixture, config};
 use crate::data::rows::{chat, shard};
 
 /// The kind of row that is expected, a row of another kind, and the message.
-const BAD: &[(Part, &str, &str)] = &[
+const BAD: &[(RowKind, &str, &str)] = &[
     (Demonstration, r#"{"prompt": "x""#, "not JSON"),
     (Demonstration, "[1, 2]", "the line must be a JSON object (got a list)"),
     (Demonstration, "", "the line must be a JSON object (got an empty line)"),
@@ -94,7 +94,7 @@ const GOOD: &str =
 #[test]
 fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
     let fixture = Fixture::new();
-    let refused = |part: Part, line: &str, config: &DataConfig, message: &str| {
+    let refused = |part: RowKind, line: &str, config: &DataConfig, message: &str| {
         let good = GOOD.replace("LABEL", if part == Steps { "[\"+\"]" } else { "true" });
         let file = fixture.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
         let error = shard(&fixture, &file, part, config).unwrap_err();

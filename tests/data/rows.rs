@@ -3,7 +3,7 @@ use std::fs;
 use rlhf_hpc::cli::shard::{Args, run};
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::shard::Shard;
-use rlhf_hpc::data::{Part, Reading, shard_rows};
+use rlhf_hpc::data::{Reading, RowKind, shard_rows};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Map, Value, json};
 
@@ -18,7 +18,7 @@ pub fn says(role: &str, text: &str) -> Value {
     json!({"role": role, "content": text})
 }
 
-pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> Result<Shard, Error> {
+pub fn shard(fixture: &Fixture, file: &str, part: RowKind, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
     let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
     shard_rows(reading, &[(file.as_ref(), None)], &[], &prefix)?;
@@ -29,7 +29,7 @@ pub fn shard(fixture: &Fixture, file: &str, part: Part, config: &DataConfig) -> 
 fn rows_become_prompts_with_labels_in_the_order_of_the_file() {
     let fixture = Fixture::new();
     let rows = questions(10_000);
-    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &rows), Part::Prompt, &config("")).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &rows), RowKind::Prompt, &config("")).unwrap();
     assert_eq!(shard.documents(), 10_000);
     for i in [0, 1, 8191, 8192, 9999] {
         let prompt = rows[i]["prompt"].as_str().unwrap();
@@ -43,7 +43,7 @@ fn rows_become_prompts_with_labels_in_the_order_of_the_file() {
 #[test]
 fn a_demonstration_ends_with_the_end_token_and_its_prompt_with_none() {
     let fixture = Fixture::new();
-    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), Part::Demonstration, &config("")).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), RowKind::Demonstration, &config("")).unwrap();
     let document = shard.document(2).unwrap();
     let (bos, eos) = (fixture.tokenizer.bos_id().unwrap(), fixture.tokenizer.eos_ids()[0]);
     assert_eq!(document.len(), 2);
@@ -64,7 +64,7 @@ fn turns_of_a_chat_alternate_and_join_to_the_rendered_chat() {
         {"role": "assistant", "content": "4"},
     ]);
     let rows = [json!({"messages": messages, "answer": "4"})];
-    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Demonstration, &chat()).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), RowKind::Demonstration, &chat()).unwrap();
     let document = shard.document(0).unwrap();
     assert_eq!(document.len(), 4);
     let whole = fixture.tokenizer.chat().unwrap().apply(&messages, &Map::new(), false).unwrap();
@@ -83,7 +83,7 @@ fn a_chat_as_prompt_ends_where_the_assistant_begins() {
         json!({"prompt": "hi", "answer": 1}),
         json!({"prompt": [{"role": "user", "content": "hi"}], "answer": 1}),
     ];
-    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Prompt, &chat()).unwrap();
+    let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), RowKind::Prompt, &chat()).unwrap();
     for i in 0..3 {
         let text = fixture.tokenizer.decode(&shard.prompt(i).unwrap(), false).unwrap();
         assert_eq!(text, "<|begin|><|user|>hi<|assistant|>");
@@ -100,7 +100,7 @@ fn a_message_that_says_so_is_not_learned() {
         let user = |text: &str| json!({"role": "user", "content": text});
         let rows = [json!({"messages": [user("1 + 1?"), first, user("2 + 2?"), second]})];
         let config = DataConfig { label_key: String::new(), ..chat() };
-        let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), Part::Demonstration, &config)?;
+        let shard = shard(&fixture, &fixture.jsonl("c.jsonl", &rows), RowKind::Demonstration, &config)?;
         let document = shard.document(0).unwrap();
         Ok::<_, Error>(document.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect::<Vec<_>>())
     };
@@ -126,12 +126,12 @@ fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
     let args = json!({"enable_thinking": false}).as_object().unwrap().clone();
     let config = DataConfig { chat_template_args: args, ..chat() };
     for tools in [tools.clone(), Value::String(tools.to_string())] {
-        let shard = shard(&fixture, &row(&tools), Part::Prompt, &config).unwrap();
+        let shard = shard(&fixture, &row(&tools), RowKind::Prompt, &config).unwrap();
         let text = fixture.tokenizer.decode(&shard.prompt(0).unwrap(), false).unwrap();
         assert_eq!(text, "hi|[{\"name\": \"add\"}]|False");
     }
     for (tools, found) in [(json!(3), "a number"), (json!("add"), "a string"), (json!(["add"]), "a list")] {
-        let error = shard(&fixture, &row(&tools), Part::Prompt, &config).unwrap_err();
+        let error = shard(&fixture, &row(&tools), RowKind::Prompt, &config).unwrap_err();
         assert!(
             error.message.contains(&format!("field \"tools\" must be a list of JSON schemas (got {found})")),
             "{error}"
@@ -145,7 +145,8 @@ fn of_several_bad_rows_the_first_is_named() {
     let mut lines: Vec<String> = questions(200).iter().map(Value::to_string).collect();
     lines[150] = "no".to_owned();
     lines[90] = "{}".to_owned();
-    let error = shard(&fixture, &fixture.text("bad.jsonl", &lines.join("\n")), Part::Prompt, &config("")).unwrap_err();
+    let error =
+        shard(&fixture, &fixture.text("bad.jsonl", &lines.join("\n")), RowKind::Prompt, &config("")).unwrap_err();
     assert!(error.message.contains("bad.jsonl:91: "), "{error}");
 }
 
@@ -154,10 +155,11 @@ fn a_file_without_rows_and_a_missing_file_are_refused() {
     let fixture = Fixture::new();
     for text in ["", "\n", "  \n\n"] {
         // Blank lines at the end are no rows, so these files have none.
-        let error = shard(&fixture, &fixture.text("empty.jsonl", text), Part::Prompt, &config("")).unwrap_err();
+        let error = shard(&fixture, &fixture.text("empty.jsonl", text), RowKind::Prompt, &config("")).unwrap_err();
         assert!(error.message.contains("empty.jsonl has no rows"), "{error}");
     }
-    let error = shard(&fixture, fixture.path("none.jsonl").to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
+    let error =
+        shard(&fixture, fixture.path("none.jsonl").to_str().unwrap(), RowKind::Prompt, &config("")).unwrap_err();
     assert_eq!(error.kind, Kind::Io);
 }
 

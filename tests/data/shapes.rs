@@ -1,14 +1,14 @@
 //! Rows in the shapes of public data sets, and their tokens.
 
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::Part::{self, Demonstration, Labelled, Pair, Prompt};
+use rlhf_hpc::data::RowKind::{self, Demonstration, Labelled, Pair, Prompt};
 use rlhf_hpc::error::Error;
 use serde_json::{Value, json};
 
 use crate::data::fixture::{Fixture, config};
 use crate::data::rows::{chat, says, shard};
 
-fn texts(fixture: &Fixture, row: &Value, part: Part, config: &DataConfig) -> Result<Vec<String>, Error> {
+fn texts(fixture: &Fixture, row: &Value, part: RowKind, config: &DataConfig) -> Result<Vec<String>, Error> {
     let config = DataConfig { label_key: if part == Labelled { "label" } else { "" }.to_owned(), ..config.clone() };
     let shard = shard(fixture, &fixture.jsonl("s.jsonl", std::slice::from_ref(row)), part, &config)?;
     Ok(shard.document(0)?.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect())
@@ -56,7 +56,7 @@ fn the_shapes_of_public_data_sets_give_the_same_tokens() {
     assert!(error.message.contains("has a part of type \"image_url\"; models read text only"), "{error}");
     let steps = DataConfig { label_key: "labels".to_owned(), ..config("") };
     let rows = fixture.jsonl("steps.jsonl", &[json!({"prompt": "a", "labels": [true, false, 0.5, "+"]})]);
-    assert_eq!(shard(&fixture, &rows, Part::Steps, &steps).unwrap().meta(0).unwrap().label, "[1,0,0.5,\"+\"]");
+    assert_eq!(shard(&fixture, &rows, RowKind::Steps, &steps).unwrap().meta(0).unwrap().label, "[1,0,0.5,\"+\"]");
     let nested = DataConfig { prompt_key: "question.text".to_owned(), ..chat() };
     assert_eq!(texts(&fixture, &json!({"question": {"text": "hi"}}), Prompt, &nested).unwrap(), [ASKED]);
     let system = json!([says("system", "s"), user, answer]);

@@ -2,7 +2,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::os::unix::fs::DirEntryExt;
 
 use rlhf_hpc::config::data::{DataConfig, EvalSetConfig, LongPrompts, Order, SplitBy, SplitConfig};
-use rlhf_hpc::data::{Cursor, Ledger, Part};
+use rlhf_hpc::data::{Cursor, Ledger, RowKind};
 use rlhf_hpc::error::Kind;
 use rlhf_hpc::experience::Prompt;
 use serde_json::json;
@@ -382,7 +382,7 @@ fn a_jsonl_file_is_sharded_once_and_again_when_it_changes() {
     let config = config(&fixture.jsonl("q.jsonl", &questions(20)));
     // A shard that is written again is another file, whatever its name.
     let shards = || -> BTreeSet<u64> {
-        fixture.prepared(&config, Part::Prompt).unwrap();
+        fixture.prepared(&config, RowKind::Prompt).unwrap();
         let files = std::fs::read_dir(fixture.cache()).unwrap().flatten();
         let indexes = files.filter(|file| file.path().extension().is_some_and(|end| end == "idx"));
         indexes.map(|file| file.ino()).collect()

@@ -8,7 +8,7 @@ use arrow_array::{ArrayRef, NullArray, RecordBatch};
 use arrow_ipc::writer::StreamWriter;
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::data::input::{RawRow, RowReader, input_files};
-use rlhf_hpc::data::{PairRow, Part};
+use rlhf_hpc::data::{PairRow, RowKind};
 use rlhf_hpc::error::{Error, Kind};
 use serde_json::{Map, Value};
 
@@ -55,7 +55,7 @@ fn a_row_of_parquet_or_arrow_is_the_row_that_jsonl_has() {
 #[test]
 fn tokens_fields_and_lines_of_rows_do_not_depend_on_the_format() {
     let fixture = Fixture::new();
-    for (part, sequences) in [(Part::Prompt, 1), (Part::Demonstration, 2)] {
+    for (part, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
         let of = |file: &str| {
             let shard = shard(&fixture, &name(file), part, &config("")).unwrap();
             let row = |i| (shard.document(i).unwrap(), shard.meta(i).unwrap());
@@ -136,7 +136,7 @@ fn what_holds_no_rows_of_text_is_refused_by_name() {
         (fixture.path("none.parquet"), &["none.parquet: ", "not a complete Parquet file (0 bytes)"]),
         (fixture.path("random.arrow"), &["random.arrow: ", "must be an Arrow stream (got the Arrow file format)"]),
     ] {
-        let error = shard(&fixture, path.to_str().unwrap(), Part::Prompt, &config("")).unwrap_err();
+        let error = shard(&fixture, path.to_str().unwrap(), RowKind::Prompt, &config("")).unwrap_err();
         assert!(words.iter().all(|words| error.message.contains(words)), "{error}");
     }
 }

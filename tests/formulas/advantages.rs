@@ -1,7 +1,7 @@
 //! Properties of advantages.
 
 use rlhf_hpc::advantage::{self, AdvantageState, gae::gae, scores::RunningMoments, whitening};
-use rlhf_hpc::config::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};
+use rlhf_hpc::config::method::ppo::{Estimator, KlEstimator, KlIn, PpoConfig, Truncation};
 use rlhf_hpc::experience::{Experience, Finish, Greedy, Prompt, Response};
 use rlhf_hpc::rng::{Purpose, Rng};
 use std::collections::BTreeMap;

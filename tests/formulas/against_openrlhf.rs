@@ -1,7 +1,7 @@
 //! Every loss and estimator against OpenRLHF's numbers, values and gradients, to 1e-5.
 
 use rlhf_hpc::advantage::{gae, kl::KlController, scores, whitening};
-use rlhf_hpc::config::ppo::{Aggregation, Correction, Estimator, KlEstimator, PolicyLossKind, PpoConfig};
+use rlhf_hpc::config::method::ppo::{Aggregation, Correction, Estimator, KlEstimator, PolicyLossKind, PpoConfig};
 use rlhf_hpc::experience::{Experience, Finish, Prompt, Response};
 use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
@@ -56,7 +56,7 @@ fn policy_config(case: &Case) -> PpoConfig {
             Some(other) => panic!("unknown correction {other}"),
         };
     }
-    config.check().unwrap();
+    config.check_keys().unwrap();
     config
 }
 

@@ -1,6 +1,6 @@
 //! Losses of labelled responses: KTO against OpenRLHF's numbers, to 1e-5, and derivatives against finite differences.
 
-use rlhf_hpc::config::labelled::KtoConfig;
+use rlhf_hpc::config::method::labelled::KtoConfig;
 use rlhf_hpc::loss::labelled::{kto_loss, step_loss, step_margin};
 
 use crate::formulas::golden::{Case, cases, close, read};

@@ -1,6 +1,6 @@
 //! Losses: derivatives against finite differences, and their properties.
 
-use rlhf_hpc::config::ppo::{Aggregation, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
+use rlhf_hpc::config::method::ppo::{Aggregation, KlEstimator, KlIn, PolicyLossKind, PpoConfig};
 use rlhf_hpc::loss::aggregation::{Totals, weights};
 use rlhf_hpc::loss::policy::{PolicySums, PolicyTokens, policy_loss};
 use rlhf_hpc::loss::token::cross_entropy;

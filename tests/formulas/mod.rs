@@ -8,7 +8,7 @@ mod losses;
 mod preference;
 
 use rlhf_hpc::advantage::{AdvantageState, AdvantageStats, compute_step};
-use rlhf_hpc::config::ppo::PpoConfig;
+use rlhf_hpc::config::method::ppo::PpoConfig;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::Experience;
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! Losses of pairs: against OpenRLHF's numbers, to 1e-5, and derivatives against finite differences.
 
-use rlhf_hpc::config::preference::{DpoConfig, PairLoss, PreferenceLoss};
+use rlhf_hpc::config::method::preference::{DpoConfig, PairLoss, PreferenceLoss};
 use rlhf_hpc::loss::preference::{Pair, PairLogprobs, pair_loss, preference_loss};
 
 use crate::formulas::golden::{Case, cases, close, read};

@@ -2,7 +2,7 @@
 
 use crate::linear_logprob::Case;
 use crate::{bf16, device, in_every_order, numbers, on_gpu, rounded};
-use rlhf_hpc::config::distill::Divergence;
+use rlhf_hpc::config::method::distill::Divergence;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cpu::linear_divergence as cpu;
 use rlhf_hpc::device::cuda::Memory;

@@ -3,8 +3,9 @@
 use super::models::{arch, job, small};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::job::{GradientConfig, JobKind, Recompute};
+use rlhf_hpc::config::job::{GradientConfig, Recompute};
 use rlhf_hpc::config::mesh::RoleName;
+use rlhf_hpc::config::method::JobKind;
 use rlhf_hpc::config::model::DTypeName;
 use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::data::RowTokens;

@@ -5,7 +5,7 @@ use crate::cli::fixture::Fixture;
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::DataConfig;
 use rlhf_hpc::config::{self, Config};
-use rlhf_hpc::data::{self, Hashes, Part, Prepared, PromptSource, Reading, RowTokens, SftSource, shard_rows};
+use rlhf_hpc::data::{self, Hashes, Prepared, PromptSource, Reading, RowKind, RowTokens, SftSource, shard_rows};
 use rlhf_hpc::plan::{Origin, Rows};
 use rlhf_hpc::text::Tokenizer;
 use rlhf_hpc::train::{self, Archs};
@@ -58,7 +58,7 @@ impl Lengths {
     }
 
     /// The tokenized shards of a run.
-    fn prepared(&self, config: &Config, part: Part) -> Prepared {
+    fn prepared(&self, config: &Config, part: RowKind) -> Prepared {
         let vocabulary = self.archs.actor().vocabulary;
         let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
         data::prepare(reading, &self.path("cache"), &mut Hashes::default(), &Group::one()).expect("shards")
@@ -66,7 +66,7 @@ impl Lengths {
 
     /// The rows that a run chooses, by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<RowTokens> {
-        let shards = self.prepared(config, Part::Demonstration);
+        let shards = self.prepared(config, RowKind::Demonstration);
         let vocabulary = self.archs.actor().vocabulary;
         let source = SftSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         let rows = source.expect("a source").next(n).expect("rows");
@@ -79,7 +79,7 @@ impl Lengths {
     }
 
     fn prompts(&self, config: &Config, n: usize) -> Vec<usize> {
-        let shards = self.prepared(config, Part::Prompt);
+        let shards = self.prepared(config, RowKind::Prompt);
         let vocabulary = self.archs.actor().vocabulary;
         let source = PromptSource::open(&config.data, &self.tokenizer, vocabulary, &shards, config.job.seed);
         source.expect("a source").next(n).expect("prompts").iter().map(|prompt| prompt.tokens.len()).collect()
@@ -103,7 +103,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
         assert_eq!(rows.drawn, fixture.demonstrations(&config, 6 * 12), "{more:?}");
     }
     let (config, vocabulary) = (DataConfig::default(), fixture.archs.actor().vocabulary);
-    let reading = Reading { config: &config, part: Part::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
+    let reading = Reading { config: &config, part: RowKind::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
     shard_rows(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));

@@ -6,7 +6,7 @@ use crate::models::arch;
 use crate::tensor_models;
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::config::method::ppo::PolicyLossKind;
 use rlhf_hpc::data::SftRow;
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::mesh::Mesh;

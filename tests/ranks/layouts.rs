@@ -4,7 +4,7 @@ use crate::tensor_models::{self, gather};
 use crate::weights::sharded;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::Config;
-use rlhf_hpc::config::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
+use rlhf_hpc::config::method::ppo::{Aggregation, Correction, KlEstimator, KlIn, PolicyLossKind};
 use rlhf_hpc::data::SftRow;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Result;

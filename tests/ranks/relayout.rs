@@ -6,7 +6,7 @@ use crate::layouts::{Setting, config, samples, whole};
 use crate::models::arch;
 use rlhf_hpc::checkpoint::{Checkpoint, Keep, Manifest, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
-use rlhf_hpc::config::ppo::PolicyLossKind;
+use rlhf_hpc::config::method::ppo::PolicyLossKind;
 use rlhf_hpc::learn::Learner;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Head, Reshard, TensorPart};

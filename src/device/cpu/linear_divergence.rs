@@ -8,7 +8,7 @@ use super::exp::exp;
 use super::lanes::fold;
 use super::pool::pool;
 use super::softmax::{RowStats, SERIAL_BELOW, floored};
-use crate::config::distill::Divergence;
+use crate::config::method::distill::Divergence;
 use crate::device::simd::{level, leveled};
 
 const LANES: usize = 64;

@@ -5,7 +5,7 @@ use super::linear_logprob::{GRADIENT_COLUMNS, check};
 use super::matmul::Matrix;
 use super::memory::{Memory, ViewMut};
 use super::shape::{check_aligned, dim};
-use crate::config::distill::Divergence;
+use crate::config::method::distill::Divergence;
 use crate::dtype::DType;
 
 /// Logits of student and teacher, f32, and the statistics (`linear_logprob::stats`) of the whole rows, of which they

@@ -2,7 +2,7 @@
 
 use crate::place;
 use rlhf_hpc::config::data::DataConfig;
-use rlhf_hpc::data::{Part, Reading, shard_rows};
+use rlhf_hpc::data::{RowKind, Reading, shard_rows};
 use rlhf_hpc::text::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -23,11 +23,11 @@ static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
 /// Converts a file in the ways of jobs and of the shard verb.
 fn convert(path: &Path) {
     for (part, chat_template, label_key) in [
-        (Part::Prompt, false, ""),
-        (Part::Demonstration, true, ""),
-        (Part::Pair, true, ""),
-        (Part::Labelled, false, "label"),
-        (Part::Steps, false, "labels"),
+        (RowKind::Prompt, false, ""),
+        (RowKind::Demonstration, true, ""),
+        (RowKind::Pair, true, ""),
+        (RowKind::Labelled, false, "label"),
+        (RowKind::Steps, false, "labels"),
     ] {
         let config = DataConfig { chat_template, label_key: label_key.to_owned(), ..DataConfig::default() };
         let reading = Reading { config: &config, part, tokenizer: &TOKENIZER, vocabulary: TOKENIZER.vocabulary() };

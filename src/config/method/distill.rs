@@ -1,8 +1,9 @@
 //! `[distill]`: a student that learns the distributions of its teachers.
 
-use super::limits::{FINITE, SAMPLES, TOKENS, check_weights};
-use super::model::ModelConfig;
-use super::rollout::RolloutConfig;
+use super::ppo::OldLogprobs;
+use super::{MethodConfig, Need, RowKind, Uses};
+use crate::config::Config;
+use crate::config::limits::{FINITE, SAMPLES, TOKENS, check_weights};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -29,7 +30,7 @@ table! {
         pub temperature: f32 = 1.0 => 1e-3..=FINITE,
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
-        #[serde(with = "super::auto")]
+        #[serde(with = "crate::config::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
@@ -42,8 +43,8 @@ impl DistillConfig {
         [ce, 1.0 - ce]
     }
 
-    /// Rejects combinations that have no meaning.
-    pub fn check(&self, model: &ModelConfig, rollout: &RolloutConfig) -> Result<()> {
+    /// Rejects teachers and sampled tokens that the divergence cannot be computed from.
+    fn check_teachers(&self, Config { model, rollout, .. }: &Config) -> Result<()> {
         let (teachers, weights) = (&model.teachers, &model.teacher_weights);
         if teachers.is_empty() {
             return Err(Error::usage(
@@ -78,5 +79,64 @@ impl DistillConfig {
                  from (got rollout.temperature = {sampled} and distill.temperature = {compared})"
             ),
         )
+    }
+}
+
+/// Rejects keys of a rollout that distillation does not support.
+fn check_rollout(Config { rollout, reward, .. }: &Config) -> Result<()> {
+    if rollout.keep_sampling_mask {
+        return Err(Error::usage(
+            "rollout.keep_sampling_mask does not support distill jobs, which compare whole distributions",
+        )
+        .hint("remove rollout.keep_sampling_mask, which is for ppo jobs"));
+    }
+    rollout.check()?;
+    if rollout.dynamic_sampling.is_on() && !reward.is_set() {
+        return Err(Error::usage("rollout.dynamic_sampling keeps prompts by their rewards, but no reward is set")
+            .hint("set a source in [reward], or remove [rollout.dynamic_sampling]"));
+    }
+    Error::need(rollout.temperature > 0.0, "rollout.temperature must be above 0 in a distill job (got 0)")?;
+    if reward.is_set() { reward.check() } else { Ok(()) }
+}
+
+impl MethodConfig for DistillConfig {
+    fn title(&self) -> String {
+        if self.on_policy { "on-policy distillation" } else { "distillation" }.into()
+    }
+
+    fn epochs(&self) -> Option<f64> {
+        Some(self.epochs)
+    }
+
+    fn uses(&self, _config: &Config) -> Uses {
+        if self.on_policy {
+            Uses { samples: true, ..Uses::rows(RowKind::Prompt) }
+        } else {
+            Uses { token_loss: true, ..Uses::rows(RowKind::Demonstration) }
+        }
+    }
+
+    fn check(&self, config: &Config) -> Result<()> {
+        self.check_teachers(config)?;
+        if !config.mesh.placement.is_empty() {
+            return Err(Error::usage(
+                "mesh.placement does not support distill jobs, which have all roles on all ranks",
+            )
+            .hint("remove mesh.placement; mesh.zero and mesh.tensor also shard the teachers' weights"));
+        }
+        if self.on_policy { check_rollout(config) } else { Ok(()) }
+    }
+
+    fn fill_defaults(config: &mut Config) {
+        // There is no ratio to the log-probabilities at sampling.
+        config.ppo.old_logprobs = OldLogprobs::Rollout;
+    }
+
+    fn needs() -> &'static [Need<Config>] {
+        &[
+            ("model.teachers model.teacher_weights", "job.kind = \"distill\"", |c| c.is("distill")),
+            ("distill.epochs", "job.steps = 0", |c| c.job.steps == 0),
+            ("distill.ce_coef", "distill.on_policy = false", |c| !c.distill.on_policy),
+        ]
     }
 }

@@ -1,6 +1,8 @@
 //! Keys of the methods that learn from labeled responses: whole ones (KTO), or each step of one (process rewards).
 
-use super::limits::{FINITE, SAMPLES, TOKENS};
+use super::{MethodConfig, Need, RowKind, Uses};
+use crate::config::Config;
+use crate::config::limits::{FINITE, SAMPLES, TOKENS};
 use crate::error::{Error, Result};
 
 table! {
@@ -12,8 +14,30 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         // The KL is computed on prompts with the responses of other rows.
         pub minibatch_samples: usize = 64 => 2.0..=SAMPLES,
-        #[serde(with = "super::auto")]
+        #[serde(with = "crate::config::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
+    }
+}
+
+impl MethodConfig for KtoConfig {
+    fn title(&self) -> String {
+        "KTO".into()
+    }
+
+    fn epochs(&self) -> Option<f64> {
+        Some(self.epochs)
+    }
+
+    fn uses(&self, _config: &Config) -> Uses {
+        Uses { reference: true, ..Uses::rows(RowKind::Labelled) }
+    }
+
+    fn check(&self, _config: &Config) -> Result<()> {
+        Ok(())
+    }
+
+    fn needs() -> &'static [Need<Config>] {
+        &[("kto.epochs", "job.steps = 0", |c| c.job.steps == 0)]
     }
 }
 
@@ -24,14 +48,26 @@ table! {
         pub reward_tokens: Vec<String> = vec!["+".to_owned(), "-".to_owned()],
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
-        #[serde(with = "super::auto")]
+        #[serde(with = "crate::config::auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
 
-impl StepRewardConfig {
+impl MethodConfig for StepRewardConfig {
+    fn title(&self) -> String {
+        "process reward model".into()
+    }
+
+    fn epochs(&self) -> Option<f64> {
+        Some(self.epochs)
+    }
+
+    fn uses(&self, _config: &Config) -> Uses {
+        Uses::rows(RowKind::Steps)
+    }
+
     /// Rejects fewer than two different reward tokens.
-    pub fn check(&self) -> Result<()> {
+    fn check(&self, _config: &Config) -> Result<()> {
         let tokens = &self.reward_tokens;
         Error::need(
             tokens.len() >= 2,
@@ -42,5 +78,9 @@ impl StepRewardConfig {
             Some((_, token)) => Err(Error::usage(format!("step_reward.reward_tokens has {token:?} twice"))),
             None => Ok(()),
         }
+    }
+
+    fn needs() -> &'static [Need<Config>] {
+        &[("step_reward.epochs", "job.steps = 0", |c| c.job.steps == 0)]
     }
 }

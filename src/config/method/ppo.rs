@@ -1,9 +1,10 @@
 //! `[ppo]`: the estimator, the losses, and the division of a batch of experience.
 
-use serde::{Deserialize, Serialize};
-
-use super::limits::{ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
+use super::{MethodConfig, Need, RowKind, Uses};
+use crate::config::limits::{self, ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
+use crate::config::{self, Config};
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// The estimator of advantages from rewards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -200,7 +201,7 @@ table! {
 
         pub epochs: usize = 1 => 1.0..=10_000.0,
         pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
-        #[serde(with = "super::auto")]
+        #[serde(with = "crate::config::auto")]
         pub microbatch_tokens_max: usize = 16_384 => 1.0..=TOKENS,
         pub old_logprobs: OldLogprobs = OldLogprobs::Auto,
     }
@@ -212,8 +213,8 @@ impl PpoConfig {
         if self.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { self.aggregation }
     }
 
-    /// Rejects combinations that have no meaning.
-    pub fn check(&self) -> Result<()> {
+    /// Rejects combinations of these keys that have no meaning.
+    pub fn check_keys(&self) -> Result<()> {
         let (low, high) = (self.correction_low, self.correction_high);
         Error::need(
             high >= low,
@@ -255,5 +256,91 @@ impl PpoConfig {
             self.kl_target <= 0.0 || self.kl_in != KlIn::None,
             "ppo.kl_target adapts ppo.kl_coef, which ppo.kl_in = \"none\" does not use",
         )
+    }
+}
+
+impl MethodConfig for PpoConfig {
+    fn title(&self) -> String {
+        let of_estimator = match self.advantage {
+            Estimator::Gae => "PPO",
+            Estimator::ReinforcePp => "REINFORCE++",
+            Estimator::ReinforcePpBaseline => "REINFORCE++-baseline",
+            Estimator::Rloo => "RLOO",
+            Estimator::Grpo => "GRPO",
+            Estimator::DrGrpo => "Dr. GRPO",
+            Estimator::Gdpo => "GDPO",
+            Estimator::Remax => "ReMax",
+        };
+        match self.loss {
+            PolicyLossKind::Clip => of_estimator.to_string(),
+            other => format!("{of_estimator} with the {} loss", config::name(&other).to_uppercase()),
+        }
+    }
+
+    /// A job without a KL and without a named reference does not load one.
+    fn uses(&self, config: &Config) -> Uses {
+        Uses {
+            samples: true,
+            reference: self.kl_in != KlIn::None || !config.model.reference.as_os_str().is_empty(),
+            critic: self.advantage.has_critic(),
+            greedy: self.advantage.has_greedy(),
+            rollout_ranks: true,
+            eval_sets: true,
+            pretrain: Some(("ppo.ptx_coef", self.ptx_coef)),
+            ..Uses::rows(RowKind::Prompt)
+        }
+    }
+
+    fn check(&self, Config { job, reward, rollout, optim, .. }: &Config) -> Result<()> {
+        Error::need(job.steps > 0, "job.steps must be at least 1 in a ppo job (got 0)")?;
+        reward.check()?;
+        rollout.check()?;
+        self.check_keys()?;
+        optim.critic.check("optim.critic")?;
+        let (prompts, samples) = (rollout.prompts_per_step, rollout.samples_per_prompt);
+        let (all, most) = (prompts * samples, limits::SAMPLES_MAX);
+        Error::need(
+            all <= most,
+            format!(
+                "rollout.prompts_per_step x rollout.samples_per_prompt must be at most {most} responses per step (got \
+                 {prompts} x {samples} = {all})"
+            ),
+        )?;
+        if self.advantage.is_grouped() && samples < 2 {
+            let name = config::name(&self.advantage);
+            return Err(Error::usage(format!(
+                "rollout.samples_per_prompt must be at least 2 with ppo.advantage = \"{name}\" (got {samples})"
+            ))
+            .hint("raise rollout.samples_per_prompt: this estimator compares the samples of a prompt"));
+        }
+        Error::need(rollout.temperature > 0.0, "rollout.temperature must be above 0 in a ppo job (got 0)")
+    }
+
+    #[rustfmt::skip]
+    fn needs() -> &'static [Need<Config>] {
+        &[
+            (
+                "optim.critic model.critic ppo.lambda ppo.truncation ppo.value_clip ppo.critic_warmup_steps",
+                "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", |c| c.uses().critic,
+            ),
+            ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", |c| c.uses().rollout_ranks),
+            ("ppo.gamma", "ppo.advantage = \"gae\" or \"reinforce++\"",
+                |c| matches!(c.ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
+            ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
+                |c| c.ppo.advantage.is_whitened()),
+            ("ppo.aggregation", "another ppo.loss than \"gspo\"", |c| c.ppo.loss != PolicyLossKind::Gspo),
+            ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
+                |c| matches!(c.ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
+            ("ppo.clip_high", "another ppo.loss than \"sapo\"", |c| c.ppo.loss != PolicyLossKind::Sapo),
+            ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"",
+                |c| c.ppo.loss == PolicyLossKind::Sapo),
+            ("ppo.correction_low ppo.correction_high", "ppo.correction", |c| c.ppo.correction != Correction::None),
+            ("ppo.kl_coef", "ppo.kl_in = \"reward\" or \"loss\"",
+                |c| c.ppo.kl_in != KlIn::None || c.ppo.kl_coef == 0.0),
+            ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", |c| c.uses().reference),
+            ("ppo.kl_horizon", "ppo.kl_target above 0", |c| c.ppo.kl_target > 0.0),
+            ("ppo.overlong_tokens_max ppo.overlong_penalty", "ppo.overlong_buffer_tokens above 0",
+                |c| c.ppo.overlong_buffer_tokens > 0),
+        ]
     }
 }
