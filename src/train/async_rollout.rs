@@ -10,35 +10,36 @@
 
 use super::experience_maker::{StagedBatch, draw_ahead};
 use super::job::{Ended, Step};
-use super::ppo::{Ppo, Work};
+use super::online::{Online, OnlineMethod};
+use super::sampling::{Sampling, Work};
 use super::shares::StepSlice;
 use crate::comm::records;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::metrics::keys::Metrics;
 
-impl Ppo {
+impl<M: OnlineMethod> Online<M> {
     /// One step while the rollout runs ahead: the rollout ranks sample with the weights of the last step, and the other
     /// ranks learn from the samples that are ready.
     pub(super) fn step_ahead(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<Metrics, Ended> {
         // A resumed step has its samples, and so have the next ones.
-        let goes_on = matches!(self.work, Some(Work::Update(_)));
+        let goes_on = matches!(self.sampling.work, Some(Work::Update(_)));
         if !goes_on {
-            self.fill(run, step)?;
+            self.sampling.fill(run, step)?;
         }
         let (mut learned, mut drawn) = (Ok(Metrics::new()), Ok(Vec::new()));
         if !run.ranks.samples() {
             learned = self.learn_step(run, step);
         } else if !goes_on {
-            self.ahead.pop_front();
-            let taken = self.collector.source.next(run.config.rollout.prompts_per_step);
-            drawn = taken.and_then(|_| self.draw(run, step, step.number));
+            self.sampling.staged.pop_front();
+            let taken = self.sampling.collector.source.next(run.config.rollout.prompts_per_step);
+            drawn = taken.and_then(|_| self.sampling.draw(run, step, step.number));
         }
-        self.work = None;
+        self.sampling.work = None;
         let failed = if let Err(Ended::Failed(error)) = &learned { Err(error.clone()) } else { Ok(()) };
         run.ranks.all.agree(failed)?;
         if !goes_on {
-            self.share(run, drawn)?;
+            self.sampling.share(run, drawn)?;
         }
         // Rank 0 learns.
         let took =
@@ -51,27 +52,29 @@ impl Ppo {
         };
         let error = run.ranks.all.agree(error.map_or(Ok(()), Err)).err();
         Err(Ended::Unfinished {
-            work: records::encode(&Work::Staged(self.ahead.clone(), Some(rest))),
+            work: records::encode(&Work::Staged(self.sampling.staged.clone(), Some(rest))),
             took_rows,
             error,
         })
     }
+}
 
+impl Sampling {
     /// Samples and scores a step whose samples are missing after a start or a failed reward. All ranks wait for it.
     fn fill(&mut self, run: &mut Run, step: &mut Step) -> std::result::Result<(), Ended> {
         if let Some(Work::Rollout(responses)) = self.work.take() {
-            self.ahead.push_front(StagedBatch::from_responses(responses));
+            self.staged.push_front(StagedBatch::from_responses(responses));
         }
         self.send_weights(run, step.number - 1, &mut step.phases);
-        let first = self.ahead.front();
+        let first = self.staged.front();
         if first.is_none_or(|first| !first.is_scored() && first.error.is_none()) {
             let drawn = if run.ranks.samples() { self.draw(run, step, step.number - 1) } else { Ok(Vec::new()) };
             self.share(run, drawn)?;
         }
-        match self.ahead.front_mut().and_then(|first| first.error.take()) {
+        match self.staged.front_mut().and_then(|first| first.error.take()) {
             None => Ok(()),
             Some(error) => {
-                let work = records::encode(&Work::Staged(self.ahead.clone(), None));
+                let work = records::encode(&Work::Staged(self.staged.clone(), None));
                 Err(Ended::Unfinished { work, took_rows: false, error: Some(error) })
             }
         }
@@ -95,7 +98,7 @@ impl Ppo {
         let prompts = source.next(pieces.len() * rows)?;
         source.restore(&cursor, &ledger)?;
         // `share` brings them back.
-        let partial = std::mem::take(&mut self.ahead);
+        let partial = std::mem::take(&mut self.staged);
         let (mut models, collector) = self.models_of_rank();
         let asked = (&pieces[..], &prompts[..]);
         draw_ahead(run, &mut models, collector, step.number - 1, asked, partial, &mut step.phases)
@@ -108,8 +111,8 @@ impl Ppo {
         let error = drawn.first_mut().and_then(|first| first.error.take());
         let error = all.agree(error.map_or(Ok(()), Err)).err();
         let is_first = run.ranks.samples() && run.ranks.axes.all.rank() == 0;
-        self.ahead = records::gather(all, &if is_first { drawn } else { Vec::new() })?.into();
-        if let Some(first) = self.ahead.front_mut() {
+        self.staged = records::gather(all, &if is_first { drawn } else { Vec::new() })?.into();
+        if let Some(first) = self.staged.front_mut() {
             first.error = error;
         }
         Ok(())

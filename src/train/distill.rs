@@ -46,8 +46,7 @@ impl Method for Distill {
     }
 
     fn new(config: &Config, frozen: Vec<Role>, _tokenizer: &Tokenizer) -> Result<Self> {
-        let weights = config.model.teacher_weights().into_iter().map(|weight| weight as f32);
-        Ok(Self(frozen.into_iter().zip(weights).collect()))
+        Ok(Self::with_teachers(config, frozen))
     }
 
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
@@ -61,6 +60,11 @@ impl Method for Distill {
 }
 
 impl Distill {
+    pub fn with_teachers(config: &Config, teachers: Vec<Role>) -> Self {
+        let weights = config.model.teacher_weights().into_iter().map(|weight| weight as f32);
+        Self(teachers.into_iter().zip(weights).collect())
+    }
+
     /// Runs `work` with the weights of all teachers in memory. All ranks call this.
     fn present<R>(&mut self, run: &Run, work: impl FnOnce(&[(Role, f32)]) -> R) -> R {
         for (role, _) in &mut self.0 {

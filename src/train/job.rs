@@ -45,9 +45,7 @@ pub trait Job: Sized {
 
     /// The number of steps. By default `job.steps`, or the steps of the method's epochs over the rows.
     fn steps(config: &Config, rows: &Rows) -> u64 {
-        let epochs =
-            || config.method().epochs().unwrap_or(0.0) * rows.epoch_rows() as f64 / Self::shape(config).rows as f64;
-        if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
+        steps_of_epochs(config, rows, Self::shape(config).rows)
     }
 
     /// The shape of a step.
@@ -115,6 +113,12 @@ pub trait Job: Sized {
     /// # Errors
     /// `Stopped` if the run was asked to stop before the end of the split.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics>;
+}
+
+/// `job.steps`, or the steps of the method's epochs over the rows if a step takes `of_step` of them.
+pub fn steps_of_epochs(config: &Config, rows: &Rows, of_step: usize) -> u64 {
+    let epochs = || config.method().epochs().unwrap_or(0.0) * rows.epoch_rows() as f64 / of_step as f64;
+    if config.job.steps > 0 { config.job.steps } else { epochs().ceil() as u64 }
 }
 
 pub struct Step {

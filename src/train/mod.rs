@@ -17,6 +17,7 @@ mod judges;
 pub mod kto;
 pub mod models;
 mod on_policy;
+mod online;
 mod pairs;
 mod placement;
 mod planned;
@@ -30,6 +31,7 @@ mod rollout_banner;
 mod rollout_warnings;
 pub mod rollout_weights;
 pub mod sample_metrics;
+mod sampling;
 pub mod saved;
 mod scores;
 pub mod sft;
@@ -55,6 +57,7 @@ use job::Job;
 use kto::Kto;
 use models::ModelSpec;
 use on_policy::OnPolicy;
+use online::Online;
 use ppo::Ppo;
 use preference::Preference;
 use reward_model::RewardModel;
@@ -89,10 +92,10 @@ fn entry(config: &Config) -> Entry {
         JobKind::Dpo => Entry::for_job::<Supervised<Preference>>(),
         JobKind::Kto => Entry::for_job::<Supervised<Kto>>(),
         JobKind::StepReward => Entry::for_job::<Supervised<StepReward>>(),
-        JobKind::Distill if config.distill.on_policy => Entry::for_job::<OnPolicy>(),
+        JobKind::Distill if config.distill.on_policy => Entry::for_job::<Online<OnPolicy>>(),
         JobKind::Distill => Entry::for_job::<Supervised<Distill>>(),
-        JobKind::Eval => Entry::for_job::<Eval>(),
-        JobKind::Ppo => Entry::for_job::<Ppo>(),
+        JobKind::Eval => Entry::for_job::<Online<Eval>>(),
+        JobKind::Ppo => Entry::for_job::<Online<Ppo>>(),
     }
 }
 
