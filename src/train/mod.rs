@@ -21,6 +21,7 @@ mod online;
 mod pairs;
 mod placement;
 mod planned;
+mod policy_columns;
 pub mod ppo;
 pub mod preference;
 mod reference;
@@ -41,6 +42,7 @@ pub mod step_reward;
 pub mod supervised;
 mod timers;
 pub mod update;
+mod update_metrics;
 mod warnings;
 mod weight_sync;
 
