@@ -2,12 +2,13 @@
 //! record, export.
 
 use super::about::about;
+use super::export;
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
+use super::placement;
 use super::state::{self, State};
 use super::timers::Timers;
 use super::warnings::{self, Warning, Warnings};
-use super::{export, placement};
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::data::balance::Cost;

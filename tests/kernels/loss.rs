@@ -18,7 +18,7 @@ use rlhf_hpc::loss::policy::{PolicyTokens, policy_loss};
 use rlhf_hpc::model::{Head, TensorPart, init};
 use rlhf_hpc::ops::linear_logprob::{self, HeadPart};
 use rlhf_hpc::tensor::{DType, Layout, Slice, SliceMut, Tensor, Weight, WeightMut};
-use rlhf_hpc::train::update::Update;
+use rlhf_hpc::train::methods::update::Update;
 use std::cell::Cell;
 use std::ops::Range;
 use std::path::Path;

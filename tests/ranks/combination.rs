@@ -13,7 +13,7 @@ use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::update::Update;
+use rlhf_hpc::train::methods::update::Update;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[

@@ -16,7 +16,7 @@ use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
-use rlhf_hpc::train::update::Update;
+use rlhf_hpc::train::methods::update::Update;
 use std::path::Path;
 
 const TOLERANCE: f64 = 1e-5;

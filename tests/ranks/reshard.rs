@@ -10,7 +10,7 @@ use rlhf_hpc::metrics::{Phase, Phases};
 use rlhf_hpc::model::{Arch, Head, Reshard, Shards, TensorPart, Weights};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::tensor::arena::{self, Buffer};
-use rlhf_hpc::train::rollout_weights::RolloutWeights;
+use rlhf_hpc::train::sampling::rollout_weights::RolloutWeights;
 use serde_json::json;
 use std::path::Path;
 

@@ -17,7 +17,7 @@ use crate::learn::{Learner, Role};
 use crate::metrics::keys;
 use crate::model::{Arch, Head};
 use crate::tensor::DType;
-use crate::train::update::Update;
+use crate::train::methods::update::Update;
 use std::collections::BTreeMap;
 
 const PROMPTS: usize = 32;

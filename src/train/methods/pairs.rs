@@ -1,12 +1,12 @@
 //! Code shared by methods that learn from pairs: counting pairs, and recording held-out ones.
 
-use super::supervised::{ExampleSums, Method, Minibatch, Numbers};
 use crate::data::PairRow;
 use crate::error::Result;
 use crate::learn::sums::Sums;
 use crate::loss::preference::Pair;
 use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::keys;
+use crate::train::supervised::{ExampleSums, Method, Minibatch, Numbers};
 
 /// The number of pairs.
 const PAIRS: &str = "pairs";

@@ -1,10 +1,6 @@
 //! Evaluation alone on one page: held-out prompts -> responses -> rewards -> share of correct answers. Nothing is
 //! trained.
 
-use super::models::ModelSpec;
-use super::online::OnlineMethod;
-use super::sampling::Sampling;
-use super::{evaluate, saved};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
@@ -16,6 +12,11 @@ use crate::launch::step_shape::StepShape;
 use crate::learn::Role;
 use crate::metrics::keys::Metrics;
 use crate::metrics::{eval_lines, name_of_rows};
+use crate::train::models::ModelSpec;
+use crate::train::sampling::Sampling;
+use crate::train::sampling::evaluate;
+use crate::train::sampling::online::OnlineMethod;
+use crate::train::saved;
 
 pub struct Eval;
 

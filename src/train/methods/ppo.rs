@@ -1,14 +1,9 @@
 //! PPO and its relatives on one page: prompts -> rollout -> reward -> advantage -> { loss -> gradient -> step }
 //! (arXiv:1707.06347; `ppo.advantage` and `ppo.loss` name the papers of the others).
 
-use super::models::ModelSpec;
-use super::online::{Minibatch, OnlineMethod};
 use super::rollout_warnings;
-use super::sample_metrics::advantage_values;
-use super::sampling::Sampling;
 use super::update::Update;
 use super::update_metrics::REPORTED;
-use super::warnings::Warning;
 use crate::advantage::{self, AdvantageState};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -23,6 +18,11 @@ use crate::learn::Role;
 use crate::learn::sums::Sums;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::Head;
+use crate::train::models::ModelSpec;
+use crate::train::sampling::Sampling;
+use crate::train::sampling::online::{Minibatch, OnlineMethod};
+use crate::train::sampling::sample_metrics::advantage_values;
+use crate::train::warnings::Warning;
 use serde_json::Value;
 
 /// The state of the estimator: the adaptive KL coefficient, and the moments of the rewards.

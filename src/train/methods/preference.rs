@@ -1,10 +1,7 @@
 //! DPO and its relatives on one page: pairs -> log-probabilities of both sides -> loss -> gradient -> step (arXiv:2305.18290).
 
-use super::models::ModelSpec;
 use super::pairs;
 use super::reference::Reference;
-use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
-use super::warnings::{Warning, value};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::PairRow;
@@ -18,6 +15,9 @@ use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::keys::{self, Metrics};
 use crate::model::Head;
 use crate::text::Tokenizer;
+use crate::train::models::ModelSpec;
+use crate::train::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
+use crate::train::warnings::{Warning, value};
 
 /// Fall of the chosen responses' log-probability, in nats per response, above which a run warns.
 const CHOSEN_FALL: f64 = 10.0;

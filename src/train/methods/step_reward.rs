@@ -2,7 +2,6 @@
 //! gradient -> step (arXiv:2305.20050). The prediction of the language model's head after a placeholder is the label of
 //! the step before it.
 
-use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::method::labelled::StepRewardConfig;
 use crate::data::{RowSource, StepLabel, StepRow};
@@ -16,6 +15,7 @@ use crate::loss::labelled::{step_loss, step_margin};
 use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::{Phases, keys};
 use crate::text::Tokenizer;
+use crate::train::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use serde_json::json;
 
 /// The number of steps, and the probability of the first reward token in each.

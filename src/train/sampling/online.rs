@@ -3,12 +3,10 @@
 
 use super::dynamic_sampling::Rounds;
 use super::experience_maker::{StagedBatch, hold, rollout_speed};
-use super::job::{Ended, Job, Step};
-use super::models::{JobModel, ModelSpec};
+use super::models_of_rank::{Sampling, UpdateWork, Work, reward_models};
+use super::reward_models as reward;
+use super::rollout_banner;
 use super::sample_metrics::sampled_values;
-use super::sampling::{Sampling, UpdateWork, Work, reward_models};
-use super::warnings::Warning;
-use super::{placement, reward_models as reward, rollout_banner};
 use crate::comm::{phase, records};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
@@ -26,6 +24,10 @@ use crate::model::Arch;
 use crate::reward::rules::Rule;
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
+use crate::train::job::{Ended, Job, Step};
+use crate::train::models::{JobModel, ModelSpec};
+use crate::train::placement;
+use crate::train::warnings::Warning;
 use serde_json::Value;
 use std::sync::Arc;
 

@@ -2,7 +2,6 @@
 //! hold it.
 
 use super::judges::Judge;
-use super::models::JobModel;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig, RewardConfig};
 use crate::data::PromptSource;
 use crate::device::null;
@@ -15,6 +14,7 @@ use crate::learn::score;
 use crate::model::{Arch, Head};
 use crate::reward::{Lookup, Scored};
 use crate::text::Tokenizer;
+use crate::train::models::JobModel;
 use std::sync::Arc;
 
 /// The reward models and judges of this rank.

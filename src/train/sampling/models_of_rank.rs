@@ -3,8 +3,6 @@
 use super::dynamic_sampling::{DroppedGroup, History, Rounds};
 use super::evaluate;
 use super::experience_maker::{Collected, RolloutModels, StagedBatch, make_experience, score_ahead};
-use super::job::{Ended, Step};
-use super::models::ModelSpec;
 use super::reward_models::RewardModels;
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
@@ -23,6 +21,8 @@ use crate::metrics::Phases;
 use crate::metrics::keys::{self, Metrics};
 use crate::model::{Arch, Head};
 use crate::text::Tokenizer;
+use crate::train::job::{Ended, Step};
+use crate::train::models::ModelSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::Arc;

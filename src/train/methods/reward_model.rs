@@ -1,8 +1,6 @@
 //! A reward model on one page: pairs -> scores -> loss -> gradient -> step (arXiv:2203.02155).
 
-use super::models::ModelSpec;
 use super::pairs;
-use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::data::PairRow;
 use crate::error::Result;
@@ -14,6 +12,8 @@ use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::keys;
 use crate::model::Head;
 use crate::text::Tokenizer;
+use crate::train::models::ModelSpec;
+use crate::train::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 
 pub struct RewardModel;
 

@@ -1,10 +1,8 @@
 //! KTO on one page: labeled responses, KL of mismatched pairs -> log-probabilities -> loss -> gradient -> step
 //! (arXiv:2402.01306).
 
-use super::models::ModelSpec;
 use super::pairs::TIES;
 use super::reference::{self, Reference};
-use super::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::data::{LabelledRow, RowSource};
@@ -18,6 +16,8 @@ use crate::metrics::eval_rows::EvalResponses;
 use crate::metrics::{Phase, Phases, keys};
 use crate::model::Head;
 use crate::text::Tokenizer;
+use crate::train::models::ModelSpec;
+use crate::train::supervised::{self, ExampleLoss, ExampleSums, LossInput, Method, Minibatch, Numbers};
 
 /// The counts of responses of each label.
 const DESIRABLE: &str = "desirable";

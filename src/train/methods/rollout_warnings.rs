@@ -1,10 +1,10 @@
 //! Warnings of a ppo job.
 
-use super::warnings::{Warning, value};
 use crate::config::Config;
 use crate::config::method::ppo::Correction;
 use crate::data::Rows;
 use crate::metrics::keys::{self, Metrics};
+use crate::train::warnings::{Warning, value};
 
 /// KL per token, in nats, above which a run warns: the policy differs from its reference on most tokens.
 const KL: f64 = 1.0;

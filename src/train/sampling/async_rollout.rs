@@ -9,14 +9,14 @@
 //! any number of ranks and after any interruption.
 
 use super::experience_maker::{StagedBatch, draw_ahead};
-use super::job::{Ended, Step};
+use super::models_of_rank::{Sampling, Work};
 use super::online::{Online, OnlineMethod};
-use super::sampling::{Sampling, Work};
 use super::shares::StepSlice;
 use crate::comm::records;
 use crate::error::Result;
 use crate::launch::run::Run;
 use crate::metrics::keys::Metrics;
+use crate::train::job::{Ended, Step};
 
 impl<M: OnlineMethod> Online<M> {
     /// One step while the rollout runs ahead: the rollout ranks sample with the weights of the last step, and the other

@@ -1,6 +1,5 @@
 //! Supervised fine-tuning on one page: rows -> loss -> gradient -> step.
 
-use super::supervised::{Method, Minibatch, Numbers, evaluate_share};
 use crate::config::Config;
 use crate::config::method::sft::LossOn;
 use crate::data::SftRow;
@@ -14,6 +13,7 @@ use crate::metrics::Phases;
 use crate::metrics::keys;
 use crate::ops::linear_logprob::Extra;
 use crate::text::Tokenizer;
+use crate::train::supervised::{Method, Minibatch, Numbers, evaluate_share};
 use std::ops::Range;
 
 pub struct Sft;

@@ -2,12 +2,6 @@
 //! loss -> gradient -> step (arXiv:2306.13649).
 
 use super::distill::{Distill, LearnedTokens, REPORTED, UPDATES};
-use super::evaluate::EVAL_STEPS;
-use super::job::steps_of_epochs;
-use super::models::ModelSpec;
-use super::online::{Minibatch, OnlineMethod};
-use super::sampling::Sampling;
-use super::supervised::Method;
 use crate::config::Config;
 use crate::data::Rows;
 use crate::error::Result;
@@ -19,6 +13,12 @@ use crate::learn::sums::Sums;
 use crate::learn::{Learner, Role};
 use crate::metrics::Phases;
 use crate::metrics::keys::{self, Metrics, named};
+use crate::train::job::steps_of_epochs;
+use crate::train::models::ModelSpec;
+use crate::train::sampling::Sampling;
+use crate::train::sampling::evaluate::EVAL_STEPS;
+use crate::train::sampling::online::{Minibatch, OnlineMethod};
+use crate::train::supervised::Method;
 use std::time::Instant;
 
 pub struct OnPolicy(Distill);

@@ -1,8 +1,6 @@
 //! Distillation on one page: rows -> distributions of student and teachers -> loss -> gradient -> step
 //! (arXiv:1503.02531). `on_policy` holds distillation on the student's own samples.
 
-use super::models::ModelSpec;
-use super::supervised::{Method, Minibatch, Numbers, evaluate};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::method::distill::DistillConfig;
@@ -18,6 +16,8 @@ use crate::model::{DistillTargets, Head};
 use crate::ops::linear_divergence::Divergences;
 use crate::tensor::arena::Buffer;
 use crate::text::Tokenizer;
+use crate::train::models::ModelSpec;
+use crate::train::supervised::{Method, Minibatch, Numbers, evaluate};
 use std::borrow::Cow;
 use std::ops::Range;
 

@@ -1,0 +1,20 @@
+//! What every method that samples shares: from prompts to scored samples.
+
+mod async_rollout;
+mod dynamic_sampling;
+mod episodes;
+pub(super) mod evaluate;
+mod experience_maker;
+mod judges;
+mod models_of_rank;
+pub(super) mod online;
+mod reward_models;
+mod rollout;
+mod rollout_banner;
+pub mod rollout_weights;
+pub mod sample_metrics;
+mod scores;
+mod shares;
+mod weight_sync;
+
+pub(super) use models_of_rank::Sampling;
