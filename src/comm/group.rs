@@ -107,7 +107,7 @@ impl Group {
     }
 
     /// Whether this is a null group, whose collectives are only counted.
-    pub(super) fn is_null(&self) -> bool {
+    pub fn is_null(&self) -> bool {
         self.0.channel.is_none() && self.size() > 1
     }
 
@@ -256,6 +256,21 @@ impl Group {
         self.check(x.len(), ranges);
         let Some((channel, _call)) = self.begin_call("all_gather", size_of_val(x)) else { return };
         channel.gather(x, ranges, self.0.rank);
+    }
+
+    /// The numbers of all ranks, in rank order, if the number of each rank's is known. Those of a null group are zeros.
+    ///
+    /// # Panics
+    /// If a rank has another number of them.
+    pub fn all_gather_counts<T: Pod>(&self, mine: &[T], counts: &[usize]) -> Vec<Vec<T>> {
+        let mut all = self.all_gather_numbers(mine);
+        for (rank, (numbers, &count)) in all.iter_mut().zip(counts).enumerate() {
+            if self.is_null() {
+                *numbers = vec![T::zeroed(); count];
+            }
+            assert_eq!(numbers.len(), count, "numbers of rank {rank} of {}", self.0.axis);
+        }
+        all
     }
 
     /// The numbers of all ranks, in rank order. Lengths may differ.

@@ -21,9 +21,10 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Res
     Ok(all)
 }
 
-/// Returns on every rank the value that `make` returns on the first rank.
+/// Returns on every rank the value that `make` returns on the first rank. A rank of a null group has no first rank to
+/// receive from, and calls `make` itself.
 pub fn of_first<T: Serialize + DeserializeOwned>(group: &Group, make: impl FnOnce() -> T) -> T {
-    let mut bytes = if group.rank() == 0 { encode(&make()) } else { Vec::new() };
+    let mut bytes = if group.rank() == 0 || group.is_null() { encode(&make()) } else { Vec::new() };
     group.broadcast_bytes(0, &mut bytes);
     decode(&bytes).expect("a peer of the same build wrote it")
 }

@@ -379,6 +379,9 @@ pub enum StepLabel {
     Soft(f64),
 }
 
+/// The number of tokens of a step in a plan, whose rows have no text.
+const PLANNED_STEP_TOKENS: usize = 16;
+
 impl Row for StepRow {
     const KIND: RowKind = RowKind::Steps;
 
@@ -388,7 +391,11 @@ impl Row for StepRow {
 
     fn read(entry: &Entry, rows: &Rows, _tokenizer: &Tokenizer) -> Result<Self> {
         let Some(source) = rows.sources.get(entry.source as usize) else {
-            return Ok(Self { tokens: vec![0; entry.tokens()], ..Self::default() });
+            // A plan's tokenizer reads a placeholder as token 0. The last step ends with the row.
+            let ends = |i: usize| (entry.tokens() - 1 - i).is_multiple_of(PLANNED_STEP_TOKENS);
+            let tokens: Vec<u32> = (0..entry.tokens()).map(|i| u32::from(!ends(i))).collect();
+            let labels = vec![StepLabel::Token("0".to_owned()); tokens.iter().filter(|token| **token == 0).count()];
+            return Ok(Self { tokens, labels, ..Self::default() });
         };
         let mut tokens = source.shard.prompt(entry.document as usize)?;
         tokens.truncate(entry.tokens());

@@ -51,6 +51,8 @@ pub struct Run {
     pub started: Instant,
     /// Whether this start has made an optimizer step. Only then can `checkpoint.max_hours` end the run.
     pub has_learned: bool,
+    /// Whether the rollout is ahead of the updates.
+    pub runs_ahead: bool,
     /// Whether a started rollout must be finished before the run can stop.
     pub must_finish: Cell<bool>,
     /// The seconds for which this rank has waited for rewards or the environment in this step.
@@ -64,6 +66,8 @@ pub struct Run {
 /// The source of a model's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightsFrom {
+    /// A plan has no files: the values are unspecified.
+    Nowhere,
     ModelDir,
     /// A checkpoint.
     Checkpoint,
@@ -130,6 +134,7 @@ impl Run {
             recorder.warn(&format!("mesh.offload saves no memory, because {dir} is in memory itself (tmpfs)"));
         }
         Ok(Self {
+            runs_ahead: config.mesh.async_updates_max > 0,
             config,
             config_hash,
             dir,
@@ -172,7 +177,7 @@ impl Run {
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size()).and_then(|()| {
-            if values == WeightsFrom::ModelDir && !null::is_active() {
+            if values == WeightsFrom::ModelDir {
                 return Role::load(device, name, dir, arch, head, dtype, seed, axes, stage);
             }
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
@@ -206,11 +211,6 @@ impl Run {
         let over = || hours > 0.0 && self.started.elapsed().as_secs_f64() > hours * 3600.0;
         // Otherwise a start could end without progress, for example in an evaluation that is due.
         !self.must_finish.get() && (sys::signals::stop_requested() || (self.has_learned && over()))
-    }
-
-    /// Whether the rollout is a step ahead of the updates. A plan runs both in turn, so it counts the memory of both.
-    pub fn runs_ahead(&self) -> bool {
-        self.config.mesh.async_updates_max > 0 && !null::is_active()
     }
 
     /// The error that ends a run after it saved on request.

@@ -2,7 +2,6 @@
 //! a part of a row.
 
 use crate::comm::Group;
-use crate::device::null;
 use crate::experience::{Experience, SamplingMask};
 use crate::model::Keys;
 use crate::ops::linear_logprob::Targets;
@@ -167,16 +166,12 @@ impl PackedRow {
 
     /// One value per predicted token of this whole row, gathered from each rank's part.
     pub fn gather(&self, sequence: &Group, mine: &[f32]) -> Vec<f32> {
+        let places = |rank| self.part(rank, sequence.size()).row_indices;
+        let places: Vec<Vec<usize>> = (0..sequence.size()).map(places).collect();
+        let counts: Vec<usize> = places.iter().map(Vec::len).collect();
+        let values = sequence.all_gather_counts(mine, &counts).concat();
         let mut joined = vec![0.0; self.rows.len()];
-        if null::is_active() {
-            // A null device has no peers, so there are no values to gather.
-            return joined;
-        }
-        for (rank, values) in sequence.all_gather_numbers(mine).iter().enumerate() {
-            let places = self.part(rank, sequence.size()).row_indices;
-            assert_eq!(places.len(), values.len(), "a value for each predicted token of rank {rank}");
-            places.into_iter().zip(values).for_each(|(place, value)| joined[place] = *value);
-        }
+        places.concat().into_iter().zip(values).for_each(|(place, value)| joined[place] = value);
         joined
     }
 

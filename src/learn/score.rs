@@ -63,24 +63,21 @@ fn over_plan(
     role.weights.buffers().for_each(Buffer::evict);
     let room = |s: &Tokens| vec![0.0; s.tokens.len() - s.prompt_tokens + last];
     let mut found: Vec<Vec<f32>> = samples.iter().map(room).collect();
-    let gathered = axes.zero.all_gather_numbers(&mine);
-    if null::is_active() {
-        // There are no other ranks.
-        return found;
-    }
-    for (rank, values) in gathered.into_iter().enumerate() {
-        let (data, part) = (rank / parts, rank % parts);
-        let mut values = values.into_iter();
-        for &i in plan[data].iter().flatten() {
-            let first = samples[i].prompt_tokens.saturating_sub(1);
-            for position in zigzag::positions(&[0, lengths[i]], part, parts) {
-                let state = (position as usize).wrapping_sub(first);
-                if state < found[i].len() {
-                    found[i][state] = values.next().expect("a value for each state held there");
-                }
-            }
-        }
-        assert!(values.next().is_none(), "a state for each value");
+    // The sample and the state of each value of a rank.
+    let places = |rank: usize| -> Vec<(usize, usize)> {
+        let of_sample = |&i: &usize| {
+            let (first, states) = (samples[i].prompt_tokens.saturating_sub(1), found[i].len());
+            let positions = zigzag::positions(&[0, lengths[i]], rank % parts, parts).into_iter();
+            let of_state = move |position: u32| (position as usize).wrapping_sub(first);
+            positions.map(of_state).filter(move |state| *state < states).map(move |state| (i, state))
+        };
+        plan[rank / parts].iter().flatten().flat_map(of_sample).collect()
+    };
+    let places: Vec<Vec<(usize, usize)>> = (0..axes.zero.size()).map(places).collect();
+    let counts: Vec<usize> = places.iter().map(Vec::len).collect();
+    let values = axes.zero.all_gather_counts(&mine, &counts).concat();
+    for ((i, state), value) in places.concat().into_iter().zip(values) {
+        found[i][state] = value;
     }
     found
 }

@@ -14,6 +14,7 @@ use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::sys::{files, patterns, sandbox, stderr};
+use tokenizers::models::wordlevel::WordLevel;
 
 /// Converts text to token ids and back. Knows the ids that begin and end a text.
 #[derive(Debug)]
@@ -173,9 +174,10 @@ impl Tokenizer {
         parts.into_iter().map(of).collect()
     }
 
-    /// A tokenizer without tokens, for a plan whose rows have only lengths.
+    /// The tokenizer of a plan, whose rows have only lengths: it reads every text as token 0.
     pub fn none() -> Self {
-        let inner = Arc::new(tokenizers::Tokenizer::new(tokenizers::models::bpe::BPE::default()));
+        let unknown = WordLevel::builder().vocab([(String::new(), 0)].into()).unk_token(String::new());
+        let inner = Arc::new(tokenizers::Tokenizer::new(unknown.build().expect("a vocabulary of one token")));
         let (path, sha256, recipe) = (PathBuf::new(), String::new(), String::new());
         let (growth, token_bytes) = (1.0, 0.0);
         Self {

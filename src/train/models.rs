@@ -4,7 +4,6 @@ use super::saved;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::optim::OptimConfig;
-use crate::device::null;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, WeightsFrom};
 use crate::learn::{Learner, Role, role};
@@ -150,9 +149,11 @@ pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<R
         let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
         let learns = optim.is_some();
         // Only a job that trains nothing has a frozen actor.
-        let is_saved = !learns && *role == RoleName::Actor && saved::is_checkpoint(dir) && !null::is_active();
+        let is_saved =
+            !learns && *role == RoleName::Actor && values != WeightsFrom::Nowhere && saved::is_checkpoint(dir);
         let values = match learns {
             true => values,
+            false if values == WeightsFrom::Nowhere => values,
             false if is_saved => WeightsFrom::Checkpoint,
             false => WeightsFrom::ModelDir,
         };

@@ -8,6 +8,7 @@ use crate::comm::{World, phase};
 use crate::config::Config;
 use crate::config::mesh::{Placement, RoleName};
 use crate::config::reward::{ModelRewardConfig, RewardConfig, RuleConfig, RuleKind};
+use crate::config::rollout::DynamicSampling;
 use crate::data::{Prepared, RowSource, RowTokens};
 use crate::device::{Device, cuda, null};
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let prepared = Prepared::of_lengths(planned.rows, planned.eval);
     let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
     source.check_context(arch.context)?;
-    let values = WeightsFrom::ModelDir;
+    let values = WeightsFrom::Nowhere;
     let roles = models::load(&run, &models, values)?;
     let updates = planned.steps * J::shape(&config).updates() as u64;
     let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
@@ -117,6 +118,13 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     config.rollout.ignore_eos = true;
     config.rollout.stop.clear();
     config.rollout.stop_token_ids.clear();
+    // There are no other ranks to take prompts from, no scores to drop groups by, and no warm-up in later steps.
+    config.rollout.work_stealing = false;
+    config.rollout.dynamic_sampling = DynamicSampling::default();
+    config.ppo.critic_warmup_steps = 0;
+    // The labels of planned rows are the first reward token.
+    let rewards = config.step_reward.reward_tokens.len();
+    config.step_reward.reward_tokens = (0..rewards).map(|i| i.to_string()).collect();
     let swap = planned.placements.first().map(|(_, layout)| layout.swap).unwrap_or_default();
     config.mesh.offload = swap.offload();
     let rule = vec![RuleConfig { kind: RuleKind::Length, ..RuleConfig::default() }];
@@ -147,6 +155,8 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
         lacks_gpu: None,
         started: Instant::now(),
         has_learned: false,
+        // The ranks of a plan run in turn, so each counts its own memory.
+        runs_ahead: false,
         must_finish: Cell::new(false),
         reward_wait_s: Cell::new(0.0),
         resident_at_start: 0,

@@ -9,7 +9,6 @@ use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::method::ppo::KlIn;
 use crate::data::{Rows, SftRow};
-use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Experience;
 use crate::launch::run::Run;
@@ -83,8 +82,7 @@ impl OnlineMethod for Ppo {
 
     /// Updates the actor and the critic. While the critic warms up, only the critic.
     fn update(&mut self, run: &Run, sampling: &mut Sampling, batch: &Minibatch) -> Result<Sums> {
-        // A plan is about the steps after the warm-up.
-        let warms_up = batch.step <= run.config.ppo.critic_warmup_steps && !null::is_active();
+        let warms_up = batch.step <= run.config.ppo.critic_warmup_steps;
         let texts = &if warms_up { Vec::new() } else { texts(run, sampling, batch)? };
         let update = Update { config: &run.config, axes: &run.ranks.axes, kl_beta: batch.kl_beta, texts };
         let actor = sampling.actor.as_mut().filter(|_| !warms_up);

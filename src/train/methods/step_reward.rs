@@ -5,7 +5,6 @@
 use crate::config::Config;
 use crate::config::method::labelled::StepRewardConfig;
 use crate::data::{RowSource, StepLabel, StepRow};
-use crate::device::null;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::learn::packed::PackedRow;
@@ -21,8 +20,6 @@ use serde_json::json;
 /// The number of steps, and the probability of the first reward token in each.
 const STEPS: &str = "steps";
 const REWARD: &str = "reward";
-/// The number of tokens of a step in a plan, whose rows have no text.
-const PLANNED_STEP_TOKENS: usize = 16;
 
 /// The tokens that steps and labels are written with.
 pub struct StepReward {
@@ -50,10 +47,6 @@ impl Method for StepReward {
 
     /// Rejects placeholders and reward tokens that are not one token.
     fn new(Config { step_reward: config, .. }: &Config, _frozen: Vec<Role>, tokenizer: &Tokenizer) -> Result<Self> {
-        if null::is_active() {
-            // A plan has no tokenizer.
-            return Ok(Self { config: config.clone(), placeholder: 0, rewards: vec![0; config.reward_tokens.len()] });
-        }
         let id = |key: &str, text: &String| match tokenizer.encode(text, false)?[..] {
             [id] => Ok(id),
             ref many => {
@@ -144,12 +137,6 @@ impl ExampleLoss for StepReward {
 impl StepReward {
     /// The steps of a row, each with its label. A row that was cut has only its remaining steps.
     fn steps(&self, row: &StepRow) -> Result<Vec<Placed>> {
-        if null::is_active() {
-            // The last one ends with the row.
-            let first = row.tokens.len().saturating_sub(1) % PLANNED_STEP_TOKENS;
-            let ends = (first..row.tokens.len()).step_by(PLANNED_STEP_TOKENS);
-            return ends.map(|at| Ok((at as u32, self.wanted(&StepLabel::Soft(1.0))?))).collect();
-        }
         let places = (0..row.tokens.len()).filter(|&i| row.tokens[i] == self.placeholder);
         let (steps, labels, placeholder) = (places.clone().count(), row.labels.len(), &self.config.placeholder);
         if steps == 0 && !row.is_cut {
@@ -173,9 +160,7 @@ impl StepReward {
             }
             StepLabel::Token(text) => Err(Error::data(format!("label {text:?} is not a reward token"))
                 .hint(format!("use one of step_reward.reward_tokens: {names:?}"))),
-            StepLabel::Soft(p) if names.len() == 2 || null::is_active() => {
-                Ok([*p, 1.0 - p].into_iter().chain(std::iter::repeat(0.0)).take(names.len()).collect())
-            }
+            StepLabel::Soft(p) if names.len() == 2 => Ok(vec![*p, 1.0 - p]),
             StepLabel::Soft(p) => Err(Error::data(format!(
                 "a number as a label ({p}) needs exactly two reward tokens (got {})",
                 names.len()

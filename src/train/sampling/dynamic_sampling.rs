@@ -7,7 +7,6 @@
 
 use crate::advantage::whitening::moments;
 use crate::config::rollout::DynamicSampling;
-use crate::device::null;
 use crate::experience::{Experience, Response};
 use crate::learn::sums::larger;
 use crate::metrics::keys::{self, Metrics, named};
@@ -82,8 +81,7 @@ impl Rounds {
             let score_mean = moments(group.iter().map(|sample| f64::from(sample.score))).0;
             let are_equal = group.iter().all(|sample| sample.score == group[0].score);
             let is_within = f64::from(dynamic.low) < score_mean && score_mean < f64::from(dynamic.high);
-            // A null device has no scores.
-            if !dynamic.is_on() || is_within && !are_equal || null::is_active() {
+            if !dynamic.is_on() || is_within && !are_equal {
                 self.groups += 1;
                 self.samples.extend(group);
             } else {

@@ -39,6 +39,8 @@ pub struct Judge {
     tokenizer: Arc<Tokenizer>,
     pattern: Regex,
     rows: Lookup,
+    /// Whether this is a plan, which has no texts.
+    is_planned: bool,
 }
 
 impl Judge {
@@ -54,7 +56,8 @@ impl Judge {
     ) -> Result<Self> {
         let known = |name: &str| ["prompt", "response", "label"].contains(&name) || columns.iter().any(|c| c == name);
         let unknown = FIELD.captures_iter(&config.prompt).map(|found| found[1].to_string()).find(|name| !known(name));
-        if let Some(unknown) = unknown.filter(|_| !null::is_active()) {
+        let is_planned = null::is_active();
+        if let Some(unknown) = unknown.filter(|_| !is_planned) {
             return Err(Error::usage(format!(
                 "reward.judge.prompt has the field {{{unknown}}}, but rows have no such field"
             ))
@@ -63,7 +66,7 @@ impl Judge {
         let sampling = RolloutConfig {
             samples_per_prompt: 1,
             response_tokens_max: config.tokens_max,
-            ignore_eos: null::is_active(),
+            ignore_eos: is_planned,
             batch_max: run.config.rollout.batch_max,
             prefill_tokens_max: run.config.rollout.prefill_tokens_max,
             kv_bytes_max: run.config.rollout.kv_bytes_max,
@@ -83,6 +86,7 @@ impl Judge {
             name,
             sampling,
             tokenizer,
+            is_planned,
         })
     }
 
@@ -146,7 +150,7 @@ impl Judge {
         let mut answers = all.agree(answers)?.into_iter();
         let found = lengths.into_iter().map(|length| match length < context {
             // A plan has no texts.
-            true if null::is_active() => Ok(0.0),
+            true if self.is_planned => Ok(0.0),
             true => score(&self.pattern, &answers.next().expect("one a prompt").text),
             false => Err(format!("its input has {length} tokens, but its context is {context}")),
         });
@@ -156,7 +160,7 @@ impl Judge {
     /// The filled template as the judge reads it.
     fn prompt(&self, sample: &Experience) -> Result<Prompt> {
         let Prompt { id, source, .. } = &sample.prompt;
-        if null::is_active() {
+        if self.is_planned {
             // Rows of a plan have only lengths. A token mostly has three bytes or more.
             let most = self.role.arch().context.saturating_sub(self.config.tokens_max).max(1);
             let tokens = sample.tokens().len() + self.config.prompt.len().div_ceil(3);

@@ -223,7 +223,7 @@ impl Sampling {
         finished: &[Response],
         phases: &mut Phases,
     ) -> Result<Collected> {
-        let ahead = if run.runs_ahead() { self.staged.pop_front() } else { None };
+        let ahead = if run.runs_ahead { self.staged.pop_front() } else { None };
         if ahead.is_none() {
             run.make_room(self.actor.as_mut(), self.critic.as_mut());
             self.send_weights(run, step - 1, phases);

@@ -221,7 +221,7 @@ impl<M: OnlineMethod> Job for Online<M> {
             phase::set(step.number, phase::Phase::Rollout);
             return Ok(self.evaluate(run, step.number)?);
         }
-        if run.runs_ahead() { self.step_ahead(run, step) } else { self.learn_step(run, step) }
+        if run.runs_ahead { self.step_ahead(run, step) } else { self.learn_step(run, step) }
     }
 
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<Metrics> {
@@ -250,7 +250,7 @@ impl<M: OnlineMethod> Online<M> {
             }
             Some(Work::Rollout(finished)) => finished,
             // The rollout was running ahead when the run was stopped.
-            _ if !run.runs_ahead() => {
+            _ if !run.runs_ahead => {
                 let whole = std::mem::take(&mut sampling.staged).pop_front().filter(StagedBatch::is_scored);
                 whole.map_or_else(Vec::new, |staged| staged.responses)
             }

@@ -2,7 +2,6 @@
 
 use crate::comm::{Axes, Group, Next, records};
 use crate::device::cpu::pool::share;
-use crate::device::null;
 use crate::experience::{Prompt, Response};
 use crate::launch::run::Run;
 use crate::reward::Reward;
@@ -33,7 +32,7 @@ impl PromptQueue {
     pub fn new(run: &Run, part: &Range<usize>, steals: bool) -> Self {
         let own = prompts_of(run, part);
         let steals = steals && run.config.rollout.work_stealing && !run.config.reward.compares_all();
-        let is_shared = steals && run.ranks.rollout_axes.zero.size() > 1 && !null::is_active();
+        let is_shared = steals && run.ranks.rollout_axes.zero.size() > 1;
         Self { own: own.len(), prompts: if is_shared { part.clone() } else { own }, is_shared }
     }
 
@@ -42,8 +41,7 @@ impl PromptQueue {
     pub fn claim<T>(&self, axes: &Axes, all: &RefCell<ClaimedPrompts>, work: impl FnOnce(NextPrompt) -> T) -> T {
         let work = |next: &mut Next| {
             let mut next = || {
-                // A null device has no first rank to receive from.
-                let taken = if null::is_active() { next() } else { records::of_first(&axes.tensor, &mut *next) };
+                let taken = records::of_first(&axes.tensor, &mut *next);
                 let prompt = self.prompts.start + taken?;
                 all.borrow_mut().claim(prompt);
                 Some(prompt)

@@ -14,6 +14,8 @@ const SENDING_MAX: usize = 1 << 30;
 /// Copies the weights to rollout ranks, if these are separate. The actor's first rank sends parameter by parameter, and
 /// continues to work meanwhile.
 pub struct WeightSync {
+    /// Whether other ranks sample than learn. A null device has no other ranks.
+    is_apart: bool,
     /// The stream between the actor's first rank and the ranks that sample. `None` if the actor's ranks sample, and on
     /// ranks that do not take part.
     stream: Option<Stream>,
@@ -28,16 +30,17 @@ impl WeightSync {
     /// Creates the stream. All ranks call this.
     pub fn new(run: &Run) -> Self {
         let ranks = &run.ranks;
-        let (apart, takes_part) = (ranks.rollout_is_apart(), ranks.world.rank == 0 || ranks.samples());
+        let (is_apart, takes_part) =
+            (ranks.rollout_is_apart() && !null::is_active(), ranks.world.rank == 0 || ranks.samples());
         let split = || ranks.all.split("weights", usize::from(!takes_part), ranks.world.rank);
-        let group: Option<Group> = (apart && !null::is_active()).then(split);
+        let group: Option<Group> = is_apart.then(split);
         let stream = group.filter(|_| takes_part).map(|group| Stream::new("weights", &group));
-        Self { stream, step: None, sending: VecDeque::new(), bytes: 0 }
+        Self { is_apart, stream, step: None, sending: VecDeque::new(), bytes: 0 }
     }
 
     /// Sends the weights after `step` to the ranks that sample, if they do not have them yet. All ranks call this.
     pub fn send(&mut self, run: &Run, step: u64, actor: Option<&Role>, copy: Option<&mut Role>, phases: &mut Phases) {
-        if !run.ranks.rollout_is_apart() || null::is_active() || self.step.replace(step) == Some(step) {
+        if !self.is_apart || self.step.replace(step) == Some(step) {
             return;
         }
         phases.time(Phase::Reshard, || match (actor, copy) {
