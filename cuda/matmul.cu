@@ -8,8 +8,8 @@
 //
 // On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
 //
-// The tiles of few rows also compute SwiGLU of two products (matmul_swiglu.cuh): in decoding a launch less is noticed.
-#include "matmul_swiglu.cuh"
+// The tiles of few rows also compute the gated linear unit of two products (matmul_glu.cuh): in decoding a launch less is noticed.
+#include "matmul_glu.cuh"
 
 // Values of k in a whole number of slices of every family: all of them take the same steps, also over zeros.
 #define CHAIN 128
@@ -142,13 +142,13 @@ KERNEL __launch_bounds__(512, 1) matmul_forward_f32_256x128(PARAMETERS(float)) {
     matmul_forward<Wide256x128>(ARGUMENTS);
 }
 
-#define PARAMETERS_SWIGLU                                                                                                   \
+#define PARAMETERS_GLU                                                                                                   \
     const bf16 *x, const bf16 *gate, const bf16 *gate_bias, const bf16 *up, const bf16 *up_bias, bf16 *y, int m, int n, int k, \
         int x_stride, int w_stride, int y_stride
-#define ARGUMENTS_SWIGLU x, gate, gate_bias, up, up_bias, y, m, n, k, x_stride, w_stride, y_stride
+#define ARGUMENTS_GLU x, gate, gate_bias, up, up_bias, y, m, n, k, x_stride, w_stride, y_stride
 
-template <class TILE> DEVICE void matmul_swiglu(PARAMETERS_SWIGLU) {
-    product_swiglu<TILE>(blockIdx.x, Operand{x, x_stride, m, k}, Operand{gate, w_stride, n, k}, up, up_bias,
+template <class TILE, class ACT> DEVICE void matmul_glu(PARAMETERS_GLU) {
+    product_glu<TILE, ACT>(blockIdx.x, Operand{x, x_stride, m, k}, Operand{gate, w_stride, n, k}, up, up_bias,
                          (k + CHAIN - 1) / CHAIN * (CHAIN / TILE::DEPTH),
                          Result<bf16>{y, y_stride, m, n, gate_bias, nullptr});
 }
@@ -157,16 +157,16 @@ template <class TILE> DEVICE void matmul_swiglu(PARAMETERS_SWIGLU) {
 // x (m, k), Wgate and Wup (n, k), biases (n) or null, y (m, n) bf16; strides in values, both W have one
 // grid ceil(m / 16) ceil(n / 16), block 64; needs k % 8 == 0, strides of x and W % 8 == 0, their 16-byte alignment
 // roofline 4 n k bytes
-KERNEL __launch_bounds__(64, 2) matmul_swiglu_16(PARAMETERS_SWIGLU) { matmul_swiglu<Forward16>(ARGUMENTS_SWIGLU); }
+KERNEL __launch_bounds__(64, 2) matmul_swiglu_16(PARAMETERS_GLU) { matmul_glu<Forward16, Silu>(ARGUMENTS_GLU); }
 
 // matmul_swiglu_32  as matmul_swiglu_16; grid ceil(m / 32) ceil(n / 32), block 128
-KERNEL __launch_bounds__(128) matmul_swiglu_32(PARAMETERS_SWIGLU) { matmul_swiglu<Forward32>(ARGUMENTS_SWIGLU); }
+KERNEL __launch_bounds__(128) matmul_swiglu_32(PARAMETERS_GLU) { matmul_glu<Forward32, Silu>(ARGUMENTS_GLU); }
 
 // matmul_swiglu_64  as matmul_swiglu_16; grid ceil(m / 64) ceil(n / 32), block 128
-KERNEL __launch_bounds__(128) matmul_swiglu_64(PARAMETERS_SWIGLU) { matmul_swiglu<Forward64>(ARGUMENTS_SWIGLU); }
+KERNEL __launch_bounds__(128) matmul_swiglu_64(PARAMETERS_GLU) { matmul_glu<Forward64, Silu>(ARGUMENTS_GLU); }
 
 // matmul_swiglu_narrow_32  as matmul_swiglu_16; grid ceil(m / 32) ceil(n / 16), block 64
-KERNEL __launch_bounds__(64, 2) matmul_swiglu_narrow_32(PARAMETERS_SWIGLU) { matmul_swiglu<Narrow32>(ARGUMENTS_SWIGLU); }
+KERNEL __launch_bounds__(64, 2) matmul_swiglu_narrow_32(PARAMETERS_GLU) { matmul_glu<Narrow32, Silu>(ARGUMENTS_GLU); }
 
 // matmul_swiglu_narrow_64  as matmul_swiglu_16; grid ceil(m / 64) ceil(n / 16), block 128
-KERNEL __launch_bounds__(128) matmul_swiglu_narrow_64(PARAMETERS_SWIGLU) { matmul_swiglu<Narrow64>(ARGUMENTS_SWIGLU); }
+KERNEL __launch_bounds__(128) matmul_swiglu_narrow_64(PARAMETERS_GLU) { matmul_glu<Narrow64, Silu>(ARGUMENTS_GLU); }

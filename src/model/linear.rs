@@ -7,8 +7,8 @@
 use super::params::{ParamId, ParamTable};
 use super::weights::{Gradients, Unit};
 use crate::comm::Group;
+use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Factor, Into, Output};
-use crate::ops::swiglu;
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
@@ -38,12 +38,12 @@ impl Linear {
         results
     }
 
-    /// silu(x Wgate^T + b) * (x Wup^T + b), for projections with sharded outputs.
-    pub(super) fn swiglu(w: &Unit, x: &Tensor, linears: [&Self; 2]) -> Tensor {
+    /// act(x Wgate^T + b) * (x Wup^T + b), for projections with sharded outputs.
+    pub(super) fn glu(activation: Activation, w: &Unit, x: &Tensor, linears: [&Self; 2]) -> Tensor {
         let factors =
             linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
         let mut act = x.like(x.rows(), factors[0].w.n);
-        swiglu::of_products(x, factors, &mut act);
+        glu::of_products(activation, x, factors, &mut act);
         act
     }
 

@@ -5,8 +5,8 @@ use super::linear::Linear;
 use super::params::ParamTable;
 use super::weights::Gradients;
 use crate::comm::Group;
+use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
-use crate::ops::swiglu;
 use crate::tensor::Tensor;
 
 /// One layer's MLP, and the ranks that share its width.
@@ -45,14 +45,14 @@ impl Mlp {
 
     /// The MLP without its last GEMM, which `add` computes: silu(gate) * up. Nothing is kept for a backward.
     pub(super) fn activate(&self, c: Context, n: &Tensor) -> Tensor {
-        Linear::swiglu(c.w, n, [&self.gate, &self.up])
+        Linear::glu(Activation::Silu, c.w, n, [&self.gate, &self.up])
     }
 
     /// The same, with all activations that the backward needs.
     pub(super) fn forward(&self, c: Context, n: Tensor) -> MlpSaved {
         let [gate, up] = Linear::forward_each(c.w, &n, [&self.gate, &self.up]);
         let mut act = gate.like(gate.rows(), gate.width());
-        swiglu::forward(&gate, &up, &mut act);
+        glu::forward(Activation::Silu, &gate, &up, &mut act);
         MlpSaved { n, gate, up, act }
     }
 
@@ -69,7 +69,7 @@ impl Mlp {
         self.down.backward(c.w, &act, dy, &mut dact, Into::Overwrite, grads);
         // `act` has served: its memory takes dgate.
         let (mut dgate, mut dup) = (act, gate.like(t, f));
-        swiglu::backward(&gate, &up, &dact, &mut dgate, &mut dup);
+        glu::backward(Activation::Silu, &gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
         let mut dn = n.like(t, n.width());
         self.gate.backward(c.w, &n, &dgate, &mut dn, Into::Overwrite, grads);

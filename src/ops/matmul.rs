@@ -6,6 +6,7 @@
 //! so levels may differ there. Gradients have the same guarantees: dx for each row, dW for a fixed split of m.
 
 use super::check;
+use crate::device::cpu::glu::Activation;
 use crate::device::cpu::matmul as cpu;
 use crate::device::cuda::matmul::{Addend, Matrix, MatrixMut, Way};
 use crate::device::{Device, cuda, null};
@@ -176,20 +177,20 @@ pub struct Factor<'a> {
     pub bias: Option<Slice<'a>>,
 }
 
-/// act = silu(gate) * up from two GEMMs of x, in one GPU kernel. Returns false, and does nothing, if there is no such
+/// y = act(gate) * up from two GEMMs of x, in one GPU kernel. Returns false, and does nothing, if there is no such
 /// kernel.
-pub(super) fn forward_swiglu(x: &Tensor, factors: [Factor; 2], act: &mut Tensor) -> bool {
-    const OP: &str = "matmul::forward_swiglu";
+pub(super) fn forward_glu(activation: Activation, x: &Tensor, factors: [Factor; 2], y: &mut Tensor) -> bool {
+    const OP: &str = "matmul::forward_glu";
     if x.device() == Device::Cpu {
         return false;
     }
     for Factor { w, .. } in &factors {
         check(OP, "x", x, x.rows(), w.k);
-        check(OP, "act", act, x.rows(), w.n);
+        check(OP, "y", y, x.rows(), w.n);
     }
     let on_gpu =
         factors.map(|Factor { w, bias }| cuda::matmul::Factor { w: rows(OP, &w), bias: bias.map(Slice::cuda) });
-    let is_done = cuda::matmul::swiglu(Way::Chosen, matrix(x), on_gpu, matrix_mut(act));
+    let is_done = cuda::matmul::glu(Way::Chosen, activation, matrix(x), on_gpu, matrix_mut(y));
     if is_done {
         for factor in &factors {
             note(x.rows(), &factor.w);

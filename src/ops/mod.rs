@@ -13,6 +13,7 @@ pub mod attention;
 mod attention_shape;
 pub mod columns;
 pub mod embedding;
+pub mod glu;
 pub mod linear_divergence;
 pub mod linear_logprob;
 mod linear_logprob_cuda;
@@ -24,7 +25,6 @@ pub mod rmsnorm;
 pub mod rope;
 pub mod rows;
 pub mod sample;
-pub mod swiglu;
 pub mod value_head;
 pub mod zigzag;
 

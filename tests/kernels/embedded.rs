@@ -116,19 +116,19 @@ fn compiled(nvrtc: &Nvrtc, arch: &str) -> PathBuf {
     dir
 }
 
-/// The file of swiglu.cu in such a directory.
-fn file_of_swiglu(dir: &Path) -> PathBuf {
+/// The file of glu.cu in such a directory.
+fn file_of_glu(dir: &Path) -> PathBuf {
     let mut paths = fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry").path());
-    let is_it = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("swiglu.cu."));
-    paths.find(is_it).expect("swiglu.cu was compiled")
+    let is_it = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("glu.cu."));
+    paths.find(is_it).expect("glu.cu was compiled")
 }
 
-/// Another directory with the same cubins, but for that of swiglu.cu.
+/// Another directory with the same cubins, but for that of glu.cu.
 fn all_but_one(dir: &Path, to: &Path) {
     let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
         let name = entry.file_name().into_string().expect("text");
-        if current(&name) && !name.starts_with("swiglu.cu.") {
+        if current(&name) && !name.starts_with("glu.cu.") {
             fs::copy(entry.path(), to.join(&name)).expect("a copy");
         }
     }
@@ -145,7 +145,7 @@ fn of_starts_at_the_same_time_one_compiles_and_later_ones_read_but_what_is_damag
     let all =
         std::thread::scope(|scope| [(); 3].map(|()| scope.spawn(start)).map(|start| start.join().expect("it ends")));
     assert_eq!(all.iter().map(|made| made.compiled).sum::<usize>(), 1);
-    let file = file_of_swiglu(dir);
+    let file = file_of_glu(dir);
     let mut bytes = fs::read(&file).expect("a cubin");
     let last = bytes.len() - 1;
     bytes[last] ^= 1;

@@ -51,8 +51,8 @@ const CASES: [Case; 25] = [
     ),
     ("matmul::a_sum_onto_another", ("matmul.cuh", "@", "load_four(y.addend + at)", "load_four(to)"), "gap 0 shift 0"),
     (
-        "matmul::swiglu_of_two",
-        ("matmul_swiglu.cuh", "line += @;", "run / 2 * RUN + down % RUN", "down"),
+        "matmul::glu_of_two",
+        ("matmul_glu.cuh", "line += @;", "run / 2 * RUN + down % RUN", "down"),
         "(1, 96, 64) Rows32",
     ),
     (
@@ -95,7 +95,7 @@ const CASES: [Case; 25] = [
     ("ops::groups", ("rmsnorm.cu", "@; other /= 2", "other > 0", "other > 1"), "norm of 1 groups of "),
     ("ops::every_head_is_turned", ("rope.cuh", "@", "-y * turn", "y * turn"), ", needs "),
     ("sample::equal_probabilities", ("select.cuh", "@", "token <= row.last", "token < row.last"), "row 0 of 1 values"),
-    ("ops::gates", ("swiglu.cu", "@", "(1.0f - s)", "(1.0f + s)"), ": dgate["),
+    ("ops::gates", ("glu.cuh", "@", "(1.0f - s)", "(1.0f + s)"), ": dgate["),
     ("ops::values", ("column_sums.cu", "@", "SYNC_BLOCK();", ""), "with no barrier between"),
 ];
 

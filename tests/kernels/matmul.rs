@@ -3,10 +3,11 @@
 use crate::{bf16, device, in_every_order, numbers, on_a_real_gpu, on_gpu, refused, rounded};
 use rlhf_hpc::device::cuda::matmul::{
     Addend, Factor, Matrix, MatrixMut, Output, Tile, Way, backward_bias, backward_input, backward_weight, forward,
-    forward_each, swiglu,
+    forward_each, glu,
 };
 use rlhf_hpc::device::cuda::{self, Memory, gpu};
 use rlhf_hpc::dtype::DType;
+use rlhf_hpc::ops::glu::Activation;
 
 pub const TILES: [Tile; 12] = [
     Tile::Rows16,
@@ -270,13 +271,13 @@ fn activated(way: Way, x: Matrix, factors: [Factor; 2], n: usize) -> Vec<u32> {
     });
     let mut act = Written::new(5, m, n, wide, DType::Bf16);
     let [gate, up] = [&gate, &up].map(|y| y.memory.view(DType::Bf16));
-    cuda::swiglu::forward(gate, up, act.memory.view_mut(DType::Bf16));
+    cuda::glu::forward(Activation::Silu, gate, up, act.memory.view_mut(DType::Bf16));
     let all = act.memory.view(DType::Bf16).to_f32();
     bits(&all.chunks(wide).flat_map(|row| &row[..n]).copied().collect::<Vec<_>>())
 }
 
 #[test]
-fn swiglu_of_two_products_has_the_bits_of_three_kernels_in_one_launch() {
+fn glu_of_two_products_has_the_bits_of_three_kernels_in_one_launch() {
     let tiles = [Tile::Rows16, Tile::Rows32, Tile::Rows64, Tile::Narrow32, Tile::Narrow64];
     let shapes = [(1, 96, 64), (9, 33, 136), (17, 40, 8), (33, 7, 264), (64, 72, 40), (70, 31, 128)];
     in_every_order(|| {
@@ -290,7 +291,7 @@ fn swiglu_of_two_products_has_the_bits_of_three_kernels_in_one_launch() {
             };
             let want = activated(Way::Exact(tile), x.matrix(), [factor(0), factor(1)], n);
             let (before, mut act) = (gpu().counts.started.get(), Written::new(6, m, n, n + gaps, DType::Bf16));
-            assert!(swiglu(Way::Exact(tile), x.matrix(), [factor(0), factor(1)], act.matrix()));
+            assert!(glu(Way::Exact(tile), Activation::Silu, x.matrix(), [factor(0), factor(1)], act.matrix()));
             assert_eq!(gpu().counts.started.get() - before, 1, "launches");
             assert_eq!(bits(&act.read()), want, "({m}, {n}, {k}) {tile:?} biases {biases:?}");
         }
@@ -298,13 +299,13 @@ fn swiglu_of_two_products_has_the_bits_of_three_kernels_in_one_launch() {
 }
 
 #[test]
-fn swiglu_of_products_of_many_rows_is_left_to_kernels_of_its_own() {
+fn glu_of_products_of_many_rows_is_left_to_kernels_of_its_own() {
     let (gpu, _one) = device();
     let (x, w) = (Bf16Matrix::new(1, 9, 24, 24), Bf16Matrix::new(2, 40, 24, 24));
     let (factor, mut act) = (Factor { w: w.matrix(), bias: None }, Written::new(3, 9, 40, 40, DType::Bf16));
     let before = gpu.counts.started.get();
     let large = [Tile::Rows128, Tile::Broad128].into_iter().chain(Tile::WIDE).map(Way::Exact);
-    assert!(!large.chain([Way::Fast]).any(|way| swiglu(way, x.matrix(), [factor; 2], act.matrix())));
+    assert!(!large.chain([Way::Fast]).any(|way| glu(way, Activation::Silu, x.matrix(), [factor; 2], act.matrix())));
     assert_eq!((gpu.counts.started.get(), act.read()), (before, act.before.clone()));
 }
 
@@ -378,8 +379,8 @@ fn matrices_of_other_strides_are_refused() {
     let (x, [gate, up]) = (Bf16Matrix::new(1, 3, 24, 24), [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride)));
     let (c, mut y) = (Bf16Matrix::new(3, 3, 40, 40), Written::new(4, 3, 40, 48, DType::Bf16));
     let (way, factors) = (Way::Exact(Tile::Rows16), [&gate, &up].map(|w| Factor { w: w.matrix(), bias: None }));
-    refused("matmul::swiglu: W of gate has row stride 24, W of up has 32", || {
-        swiglu(way, x.matrix(), factors, y.matrix());
+    refused("matmul::glu: W of gate has row stride 24, W of up has 32", || {
+        glu(way, Activation::Silu, x.matrix(), factors, y.matrix());
     });
     refused("matmul::forward: c has row stride 40, y has 48", || {
         forward(way, x.matrix(), gate.matrix(), None, Addend::Matrix(c.matrix()), y.matrix());

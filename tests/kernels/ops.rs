@@ -3,8 +3,9 @@
 
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
+use rlhf_hpc::ops::glu::{self, Activation};
 use rlhf_hpc::ops::rope::RopeTable;
-use rlhf_hpc::ops::{embedding, rmsnorm, rope, swiglu, value_head};
+use rlhf_hpc::ops::{embedding, rmsnorm, rope, value_head};
 use rlhf_hpc::tensor::{DType, Indices, Layout, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
@@ -151,8 +152,8 @@ fn gates_and_their_gradients_are_those_of_the_cpu() {
                 let [up, dy] = [2, 3].map(|seed| tensor(device, seed, 0..1, len));
                 let gate = written(device, 1, len, &gates(len));
                 let [mut y, mut dgate, mut dup] = [(); 3].map(|()| gate.as_wide(1));
-                swiglu::forward(&gate, &up, &mut y);
-                swiglu::backward(&gate, &up, &dy, &mut dgate, &mut dup);
+                glu::forward(Activation::Silu, &gate, &up, &mut y);
+                glu::backward(Activation::Silu, &gate, &up, &dy, &mut dgate, &mut dup);
                 [y, dgate, dup]
             });
         }

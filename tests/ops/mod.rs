@@ -3,6 +3,7 @@
 mod arena;
 mod attention;
 mod embedding;
+mod glu;
 mod linear_divergence;
 mod linear_logprob;
 mod matmul;
@@ -11,4 +12,3 @@ mod ring_attention;
 mod rmsnorm;
 mod rope;
 mod small;
-mod swiglu;

@@ -7,6 +7,7 @@ use super::fast::{self, Call, Form};
 use super::gpu::{Arg, gpu};
 use super::memory::{View, ViewMut};
 use super::shape::{dim, is_aligned};
+use crate::device::cpu::glu::Activation;
 use crate::dtype::DType;
 
 /// A matrix on the GPU: `rows` of `width` values, `stride` values from row to row.
@@ -197,11 +198,14 @@ impl Tile {
         }
     }
 
-    /// The fused SwiGLU kernel. Wide tiles have none, nor have tiles of many rows, for which one more launch costs no
+    /// The kernel of a gated linear unit. Wide tiles have none, nor have tiles of many rows, for which one more launch costs no
     /// visible time.
-    fn swiglu_kernel(self) -> Option<&'static str> {
+    fn glu_kernel(self, activation: Activation) -> Option<&'static str> {
         let has = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Narrow32, Self::Narrow64].contains(&self);
-        has.then_some(kernel_of_tile!("matmul_swiglu_", self))
+        let kernel = match activation {
+            Activation::Silu => kernel_of_tile!("matmul_swiglu_", self),
+        };
+        has.then_some(kernel)
     }
 
     fn input_kernel(self, is_ragged: bool) -> &'static str {
@@ -299,18 +303,18 @@ pub struct Factor<'a> {
     pub bias: Option<View<'a>>,
 }
 
-/// act[m][n] = silu(gate) up, where gate and up are GEMMs of x rounded to bf16. One launch gives the bits of `forward`
-/// and `swiglu::forward`. Both W have one stride. Returns false, with nothing done, if the shape or the mode is not
+/// y[m][n] = act(gate) up, where gate and up are GEMMs of x rounded to bf16. One launch gives the bits of `forward`
+/// and `glu::forward`. Both W have one stride. Returns false, with nothing done, if the shape or the mode is not
 /// supported; the caller then uses those two.
-pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) -> bool {
-    const OP: &str = "matmul::swiglu";
+pub fn glu(way: Way, activation: Activation, x: Matrix, [gate, up]: [Factor; 2], mut y: MatrixMut) -> bool {
+    const OP: &str = "matmul::glu";
     let (m, n, k) = (x.rows, gate.w.rows, x.width);
     let tile = match way {
         Way::Exact(tile) => tile,
         Way::Chosen if !fast::takes(m) => Tile::chosen(Form::Forward, m, 2 * n),
         Way::Chosen | Way::Fast => return false,
     };
-    let Some(kernel) = tile.swiglu_kernel() else { return false };
+    let Some(kernel) = tile.glu_kernel(activation) else { return false };
     check_depth(OP, "x and W", k);
     let [w_stride, up_stride] = [gate.w.stride, up.w.stride];
     assert!(w_stride == up_stride, "{OP}: W of gate has row stride {w_stride}, W of up has {up_stride}");
@@ -318,8 +322,8 @@ pub fn swiglu(way: Way, x: Matrix, [gate, up]: [Factor; 2], mut act: MatrixMut) 
     for (what, Factor { w, bias }) in [("W of gate", gate), ("W of up", up)] {
         args.extend([read(OP, what, w), bias.map_or(Arg::Address(0), |bias| bias_arg(OP, bias, n))]);
     }
-    args.push(act.values.arg(DType::Bf16));
-    args.extend([m, n, k, x.stride, w_stride, act.stride].map(|n| dim(OP, n)));
+    args.push(y.values.arg(DType::Bf16));
+    args.extend([m, n, k, x.stride, w_stride, y.stride].map(|n| dim(OP, n)));
     tile.launch(kernel, tile.blocks(m, 2 * n), &args);
     true
 }

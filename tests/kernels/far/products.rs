@@ -6,6 +6,7 @@ use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Factor, Matrix, MatrixMut, Tile, Way};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
+use rlhf_hpc::ops::glu::Activation;
 
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
 const STRIDE: usize = 8192;
@@ -49,7 +50,7 @@ fn far_rows_are_multiplied() {
             let (gate, up) = (small(7, n * K), small(8, n * K));
             let factors = [&gate, &up].map(|w| Factor { w: Matrix::new(w.view(Bf16), n, K), bias: None });
             let y = strided_mut(y, Bf16, all.len, n);
-            assert!(matmul::swiglu(Way::Exact(tile), strided(x, all.len, K), factors, y));
+            assert!(matmul::glu(Way::Exact(tile), Activation::Silu, strided(x, all.len, K), factors, y));
         });
     }
     for (size, rows) in squares.into_iter().map(|tile| (tile, tile.size()[0])) {
@@ -80,7 +81,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
             let (way, x, w) = (Way::Exact(Tile::Rows16), Matrix::new(x.view(Bf16), M, K), strided(w, n, K));
             match dtype {
                 F32 => matmul::forward(way, x, w, None, Addend::Nothing, to),
-                Bf16 => assert!(matmul::swiglu(way, x, [Factor { w, bias: None }; 2], to)),
+                Bf16 => assert!(matmul::glu(way, Activation::Silu, x, [Factor { w, bias: None }; 2], to)),
             }
             y
         };

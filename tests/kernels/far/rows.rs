@@ -5,8 +5,9 @@ use super::{BOUNDS, Pair, Rows, VALUES, holds, holds_of, only, small};
 use crate::{device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::device::cuda::rope::{self, Table};
-use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, gpu, norm, rmsnorm, swiglu, value_head};
+use rlhf_hpc::device::cuda::{Arg, Memory, ScatterLists, copy, embedding, glu, gpu, norm, rmsnorm, value_head};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
+use rlhf_hpc::ops::glu::Activation;
 
 /// Values of a block of a flat run.
 const EACH: usize = 2048;
@@ -29,11 +30,11 @@ fn far_values_are_added_cast_and_gated() {
         flat("cast", [from_dtype, to_dtype], |[from, to]| copy::cast(from.view(from_dtype), to.view_mut(to_dtype)));
     }
     flat("swiglu", [Bf16; 3], |[gate, up, y]| {
-        swiglu::forward(gate.view(Bf16), up.view(Bf16), y.view_mut(Bf16));
+        glu::forward(Activation::Silu, gate.view(Bf16), up.view(Bf16), y.view_mut(Bf16));
     });
     flat("swiglu backward", [Bf16; 5], |[gate, up, dy, dgate, dup]| {
         let [gate, up, dy] = [gate, up, dy].map(|x| x.view(Bf16));
-        swiglu::backward(gate, up, dy, dgate.view_mut(Bf16), dup.view_mut(Bf16));
+        glu::backward(Activation::Silu, gate, up, dy, dgate.view_mut(Bf16), dup.view_mut(Bf16));
     });
 }
 

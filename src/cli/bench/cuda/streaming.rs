@@ -3,7 +3,8 @@
 use super::bench::{Bench, Target, Work};
 use crate::device::cuda::linear_logprob;
 use crate::device::cuda::matmul::Matrix;
-use crate::device::cuda::{Memory, adamw, linear_logprob_fused, rmsnorm, swiglu};
+use crate::device::cuda::{Memory, adamw, glu, linear_logprob_fused, rmsnorm};
+use crate::ops::glu::Activation;
 use crate::plan::synthetic::UPDATE;
 use crate::tensor::DType::{Bf16, F32};
 
@@ -80,6 +81,6 @@ fn activation(bench: &Bench) {
     let [gate, up] = [(); 2].map(|()| bench.random(t * f));
     let mut act = Memory::scratch(2 * t * f);
     bench.measure(&format!("swiglu, {t} x {f}"), Work::from_bytes((6 * t * f) as f64, 0.0), None, || {
-        swiglu::forward(gate.view(Bf16), up.view(Bf16), act.view_mut(Bf16));
+        glu::forward(Activation::Silu, gate.view(Bf16), up.view(Bf16), act.view_mut(Bf16));
     });
 }

@@ -1,29 +1,37 @@
-//! y = silu(gate) * up
+//! y = act(gate) * up
 
 use super::exp::exp;
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
 
+/// The function of a gated linear unit's gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// SwiGLU: silu(x) = x s with s = 1 / (1 + exp(-x)), and its slope s (1 + x (1 - s)).
+    Silu,
+}
+
 /// Elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
 
 leveled! {
-    fn forward_range(gate: &[f32], up: &[f32], y: &mut [f32]) {
+    fn silu_forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
         for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
             *y = gate / (1.0 + exp(-gate)) * up;
         }
     }
 }
 
-pub fn forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+pub fn forward(activation: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
-    pool()
-        .parts(y, 1024, gate.len() < SERIAL_MAX, &|range, y| forward_range(level, &gate[range.clone()], &up[range], y));
+    pool().parts(y, 1024, gate.len() < SERIAL_MAX, &|range, y| match activation {
+        Activation::Silu => silu_forward(level, &gate[range.clone()], &up[range], y),
+    });
 }
 
 leveled! {
-    fn backward_range(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+    fn silu_backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
         for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
             let sigmoid = 1.0 / (1.0 + exp(-gate));
             *dgate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)));
@@ -32,13 +40,16 @@ leveled! {
     }
 }
 
-pub fn backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
     assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
     let level = level();
     let (dgate, dup) = (Shares::new(dgate), Shares::new(dup));
     pool().ranges(gate.len(), 1024, gate.len() < SERIAL_MAX, &|range| {
         // SAFETY: ranges of different shares do not overlap and lie in 0..gate.len(), the length of both.
         let (dgate, dup) = unsafe { (dgate.slice(range.clone()), dup.slice(range.clone())) };
-        backward_range(level, &gate[range.clone()], &up[range.clone()], &dy[range], dgate, dup);
+        let (gate, up, dy) = (&gate[range.clone()], &up[range.clone()], &dy[range]);
+        match activation {
+            Activation::Silu => silu_backward(level, gate, up, dy, dgate, dup),
+        }
     });
 }

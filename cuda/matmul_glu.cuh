@@ -1,11 +1,11 @@
-// One tile of y = silu(gate) up, of the products gate = a Wgate^T and up = a Wup^T: gate and up do not go through memory.
+// One tile of y = act(gate) up, of the products gate = a Wgate^T and up = a Wup^T: gate and up do not go through memory.
 //
 // Of the tile's columns, half are gate's and half are up's: each warp has RUN of one, then RUN of the other. So a lane has the gate
 // and the up of an output side by side. But for where lines of W come from, it is the product with one W that holds both: it has the
 // same blocks, slices and steps, and gate and up, rounded to bf16, have the same bits (tile.cuh).
 #pragma once
 #include "matmul.cuh"
-#include "swiglu.cuh"
+#include "glu.cuh"
 
 // As Copier, of two operands of one shape, ALONG: RUN lines of the first, RUN of the second, the next RUN of the first, and so on.
 template <class SLICE, int THREADS, int RUN> struct PairCopier {
@@ -65,8 +65,8 @@ DEVICE u32 finished(float first, float second, const bf16* bias, int column, int
 }
 
 // The tile of y of a block, over `slices` slices. `y.bias` is gate's.
-template <class TILE>
-DEVICE void product_swiglu(int block, Operand a, Operand gate, const bf16* up, const bf16* up_bias, int slices, Result<bf16> y) {
+template <class TILE, class ACT>
+DEVICE void product_glu(int block, Operand a, Operand gate, const bf16* up, const bf16* up_bias, int slices, Result<bf16> y) {
     DYNAMIC_SHARED(shared);
     using OUT = Halved<TILE>;
     int tile_row, tile_column;
@@ -87,8 +87,8 @@ DEVICE void product_swiglu(int block, Operand a, Operand gate, const bf16* up, c
             for (int k = 0; k < 4; k += 2) {
                 u32 gates = finished(g[k], g[k + 1], y.bias, column + 8 * j, y.columns);
                 u32 ups = finished(u[k], u[k + 1], up_bias, column + 8 * j, y.columns);
-                act.at[i][j][k] = swiglu(low_of(gates), low_of(ups));
-                act.at[i][j][k + 1] = swiglu(high_of(gates), high_of(ups));
+                act.at[i][j][k] = ACT::gated(low_of(gates), low_of(ups));
+                act.at[i][j][k + 1] = ACT::gated(high_of(gates), high_of(ups));
             }
         }
     }

@@ -1,14 +1,14 @@
 //! The gate against f64.
 
 use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor};
-use rlhf_hpc::ops::swiglu::{backward, forward};
+use rlhf_hpc::ops::glu::{Activation, backward, forward};
 use rlhf_hpc::tensor::Tensor;
 
 /// y, dgate, dup.
 fn run(gate: &Tensor, up: &Tensor, dy: &Tensor) -> [Tensor; 3] {
     let [mut y, mut dgate, mut dup] = [gate.clone(), gate.clone(), gate.clone()];
-    forward(gate, up, &mut y);
-    backward(gate, up, dy, &mut dgate, &mut dup);
+    forward(Activation::Silu, gate, up, &mut y);
+    backward(Activation::Silu, gate, up, dy, &mut dgate, &mut dup);
     [y, dgate, dup]
 }
 
