@@ -10,10 +10,8 @@
 pub use crate::config::method::distill::Divergence;
 
 use super::check;
-use super::linear_logprob::{
-    Comparison, Extra, HeadPart, RowStats, TokenLoss, forward_backward_part, forward_part, to_host,
-};
-use super::linear_logprob_cuda::Head;
+use super::linear_logprob::{Extra, HeadPart, RowStats, TokenLoss, forward_backward_part, forward_part, to_host};
+use super::linear_logprob_cuda::{Comparison, Head};
 use super::matmul::{forward_rows, panels};
 use crate::device::cpu::linear_divergence::Pair;
 use crate::device::cpu::{matmul as products, softmax};

@@ -1,7 +1,7 @@
 //! `linear_logprob` on a GPU: the same chunks, with logits in f32 and their gradients in bf16. If a loss follows, the
 //! host waits for the log-probabilities of a chunk.
 
-use super::linear_logprob::{Comparison, Extra, HeadPart, TokenLoss};
+use super::head_part::{Extra, HeadPart, TokenLoss};
 use super::matmul::rows;
 use crate::device::cuda::fast;
 use crate::device::cuda::linear_logprob as cuda;
@@ -112,6 +112,22 @@ impl<'a> Head<'a> {
             cuda::combine(&of_parts, parts, rows, stats);
         }
     }
+}
+
+/// A comparison of a chunk's logits with those of other models. It adds to their gradient in a backward.
+pub trait Comparison {
+    /// Compares the logits of tokens `range` on one part of the head. `dlogits` is their gradient so far.
+    fn chunk(&mut self, part: HeadPart, range: Range<usize>, logits: &[f32], dlogits: Option<&mut [f32]>);
+
+    /// The same on a GPU, with this part of the head and the indices of the chunk's targets.
+    fn chunk_on_gpu(
+        &mut self,
+        head: &Head,
+        range: &Range<usize>,
+        places: &Memory,
+        logits: Matrix,
+        dlogits: Option<ViewMut>,
+    );
 }
 
 /// Scores tokens. With enough rows, a fused kernel does not store logits. Its log-probabilities are bitwise those of

@@ -7,7 +7,7 @@
 
 use super::check;
 use crate::device::cpu::glu::Activation;
-use crate::device::cpu::matmul as cpu;
+use crate::device::cpu::{matmul as cpu, matmul_weight};
 use crate::device::cuda::matmul::{Addend, Matrix, MatrixMut, Way};
 use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
@@ -89,10 +89,10 @@ pub(super) fn backward_input_rows(
     cpu::backward_input(dy, m, w, transposed, dx, add, &mut scratch);
 }
 
-/// `cpu::backward_weight` on flat rows, with its scratch.
+/// `matmul_weight::backward_weight` on flat rows, with its scratch.
 pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k: usize, dw: &mut [f32], bf16: bool) {
-    let mut scratch = Buffer::scratch(cpu::backward_weight_scratch(m, k, bf16));
-    cpu::backward_weight(dy, x, m, n, k, dw, bf16, &mut scratch);
+    let mut scratch = Buffer::scratch(matmul_weight::backward_weight_scratch(m, k, bf16));
+    matmul_weight::backward_weight(dy, x, m, n, k, dw, bf16, &mut scratch);
 }
 
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n], with one ascending-k chain of fused multiply-adds per output.
@@ -240,7 +240,7 @@ pub fn backward_bias<'a>(dy: &Tensor, db: impl std::convert::Into<SliceMut<'a>>)
         dy.width()
     );
     match dy.device() {
-        Device::Cpu => cpu::backward_bias(dy.data(), dy.rows(), db.f32()),
+        Device::Cpu => matmul_weight::backward_bias(dy.data(), dy.rows(), db.f32()),
         Device::Cuda => cuda::matmul::backward_bias(matrix(dy), db.cuda()),
     }
 }

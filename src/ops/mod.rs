@@ -14,6 +14,7 @@ mod attention_shape;
 pub mod columns;
 pub mod embedding;
 pub mod glu;
+mod head_part;
 pub mod linear_divergence;
 pub mod linear_logprob;
 mod linear_logprob_cuda;

@@ -4,7 +4,7 @@
 //! early one and a late one. A causal query sees the keys before it, so every rank has about the same work. Pieces of
 //! short sequences may be empty. With one rank the row is whole.
 
-use crate::ops::attention::{AttentionShape, Span};
+use super::attention_shape::{AttentionShape, Span};
 use std::ops::Range;
 
 /// A run of tokens of one sequence, all on one rank.

@@ -10,7 +10,6 @@
 //! Every output is one ascending chain, so its bits depend neither on m, nor on its row's position, nor on blocking
 //! and threads. Scratch is the caller's: `*_scratch` says how many f32.
 
-pub use super::matmul_weight::{backward_bias, backward_weight, backward_weight_scratch};
 /// Outputs of one panel.
 pub use super::microkernel::LANES;
 use super::microkernel::{Arithmetic, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};

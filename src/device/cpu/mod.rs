@@ -12,7 +12,7 @@ pub mod glu;
 mod lanes;
 pub mod linear_divergence;
 pub mod matmul;
-mod matmul_weight;
+pub mod matmul_weight;
 mod microkernel;
 pub mod norm;
 mod panel;
