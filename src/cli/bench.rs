@@ -2,7 +2,6 @@
 
 mod args;
 mod collectives;
-mod cost;
 mod cuda;
 mod kernels;
 mod logprobs;

@@ -1,46 +1,10 @@
 //! Assignment of rows to the micro-batches of all data ranks: within the token budget, the same number of micro-batches
 //! on every rank, and nearly equal work.
 
-use crate::model::Arch;
+pub use crate::model::cost::Cost;
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-
-/// The cost of a model's rows: a tokens + b tokens^2. A layer's attention window limits the square.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cost {
-    /// Multiply-adds per token of all matrices, divided by the width.
-    linear: usize,
-    /// (layers, maximum number of keys that a query sees), each layer in one of them.
-    windows: Vec<(usize, usize)>,
-    /// Multiply-adds of a query with a key and its value, divided by the width, in halves: half of all pairs are
-    /// masked.
-    pair_halves: usize,
-}
-
-impl Cost {
-    /// The cost of a forward. A backward costs about twice as much at any length.
-    pub fn from_arch(arch: &Arch) -> Self {
-        let (d, queries, keys) = (arch.width, arch.q_width(), arch.kv_width());
-        let layer = 2 * d * queries + 2 * d * keys + 3 * d * arch.mlp_width;
-        let linear = (arch.layers * layer + d * arch.vocabulary) / d;
-        let mut windows: Vec<(usize, usize)> = Vec::new();
-        for window in &arch.windows {
-            let keys = window.unwrap_or(usize::MAX);
-            match windows.iter_mut().find(|(_, known)| *known == keys) {
-                Some((layers, _)) => *layers += 1,
-                None => windows.push((1, keys)),
-            }
-        }
-        Self { linear, windows, pair_halves: (2 * queries).div_ceil(d) }
-    }
-
-    /// The work of a row of `tokens`, in units of `width` multiply-adds.
-    pub fn row(&self, tokens: usize) -> usize {
-        let pairs = |window: usize| tokens * tokens - tokens.saturating_sub(window).pow(2);
-        let attention: usize = self.windows.iter().map(|&(layers, window)| layers * pairs(window)).sum();
-        self.linear * tokens + self.pair_halves * attention / 2
-    }
-}
 
 /// Splits rows of `lengths` tokens into micro-batches of at most `tokens_max` tokens: `[data rank][micro-batch][row]`.
 /// Rows are dealt to ranks by cost, the most expensive first, each to the rank with the least work. Every rank gets the
@@ -115,17 +79,16 @@ pub fn microbatches(lengths: &[usize], of: &[usize], tokens_max: usize, count_mi
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::Arch;
     use crate::rng::{Purpose, Rng};
 
-    fn cost(context: usize, windows: Vec<Option<usize>>) -> Cost {
+    fn cost(context: usize) -> Cost {
         let config = serde_json::json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
             "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
             "max_position_embeddings": context,
         });
-        let mut arch = Arch::from_config(config.as_object().expect("an object")).expect("a model");
-        arch.windows = windows;
-        Cost::from_arch(&arch)
+        Cost::from_arch(&Arch::from_config(config.as_object().expect("an object")).expect("a model"))
     }
 
     /// 1024 rows, log-normal with median 300 and sigma 0.9, cut at 2048.
@@ -137,7 +100,7 @@ mod tests {
 
     #[test]
     fn the_slowest_rank_has_at_most_5_percent_more_work_than_the_mean_on_heavy_tailed_lengths() {
-        let (lengths, cost) = (heavy_tailed(), cost(2048, vec![None; 22]));
+        let (lengths, cost) = (heavy_tailed(), cost(2048));
         let longest = lengths.iter().filter(|&&n| n == 2048).count();
         assert!(longest > 4 && lengths.iter().filter(|&&n| n < 300).count() > 400, "a heavy tail: {longest} at 2048");
         let work = |rows: &[usize]| rows.iter().map(|&i| cost.row(lengths[i])).sum::<usize>() as f64;
@@ -155,7 +118,7 @@ mod tests {
 
     #[test]
     fn every_rank_gets_as_many_microbatches_within_the_budget_and_no_row_is_lost() {
-        let cost = cost(2048, vec![None; 22]);
+        let cost = cost(2048);
         let mut lengths = heavy_tailed();
         lengths.truncate(101);
         for (ranks, tokens_max) in [(1, 8192), (2, 4096), (3, 2048), (5, 1000), (16, 4096), (128, 4096)] {
@@ -174,14 +137,5 @@ mod tests {
         }
         assert_eq!(plan(&[], 2, 8, &cost), vec![Vec::<Vec<usize>>::new(); 2]);
         assert_eq!(plan(&[3], 2, 8, &cost), vec![vec![vec![0]], vec![vec![]]]);
-    }
-
-    #[test]
-    fn a_row_costs_its_tokens_and_the_pairs_that_attention_sees() {
-        let (full, cut) = (cost(4096, vec![None; 22]), cost(4096, vec![Some(100); 22]));
-        let matrices = 22 * (2 * 2048 + 2 * 256 + 3 * 5632) + 32000;
-        assert_eq!(full.row(10), matrices * 10 + 22 * 100);
-        assert_eq!(cut.row(10), full.row(10));
-        assert_eq!(cut.row(150), matrices * 150 + 22 * (150 * 150 - 50 * 50));
     }
 }

@@ -22,7 +22,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, Head, ParamTable, TensorPart};
+use crate::model::{Arch, AttentionSpec, Head, ParamTable, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -291,19 +291,20 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
     }
-    let widths = [("hidden_size", arch.width), ("intermediate_size", arch.mlp_width)];
+    let mlps = arch.mlps().map(|mlp| ("intermediate_size", mlp.width));
+    let mut widths = [("hidden_size", arch.width)].into_iter().chain(mlps);
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
-    let (group, group_max) = (arch.heads / arch.kv_heads.max(1), kv_cache::group_max(arch.head_dim));
+    let group_max = |layer: &AttentionSpec| kv_cache::group_max(layer.head_dim);
     let on_gpu = "with job.device = \"gpu\"";
-    let what = if !HEAD_DIMS.contains(&arch.head_dim) {
-        let (dim, known) = (arch.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
+    let what = if let Some(layer) = arch.attentions().find(|layer| !HEAD_DIMS.contains(&layer.head_dim)) {
+        let (dim, known) = (layer.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
         format!("the head dim must be one of {known} {on_gpu} (got {dim})")
-    } else if let Some((name, width)) = widths.into_iter().find(|(_, width)| !width.is_multiple_of(8)) {
+    } else if let Some((name, width)) = widths.find(|(_, width)| !width.is_multiple_of(8)) {
         format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
     } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
         format!("{name} must be at most {most} {on_gpu} (got {value})")
-    } else if group > group_max {
-        let (heads, kv_heads) = (arch.heads, arch.kv_heads);
+    } else if let Some(layer) = arch.attentions().find(|layer| layer.heads / layer.kv_heads > group_max(layer)) {
+        let (heads, kv_heads, group_max) = (layer.heads, layer.kv_heads, group_max(layer));
         format!("heads per key/value head must be at most {group_max} {on_gpu} (got {heads} heads on {kv_heads})")
     } else {
         return check_cut(device, arch, tensor);
@@ -322,15 +323,18 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         );
         return Err(Error::usage(message).hint(format!("set tensor to {PARTS_MAX} or less")));
     }
-    let shares = |size| (0..size).map(move |rank| TensorPart { rank, size }.range(arch.mlp_width).len());
-    let works = |size: usize| shares(size).all(|share| share.is_multiple_of(8));
-    let Some(share) = shares(tensor).find(|share| !share.is_multiple_of(8)) else { return Ok(()) };
+    // (the width of an MLP, a rank's share of it)
+    let shares = |size: usize| {
+        let of_rank = move |rank| arch.mlps().map(move |mlp| (mlp.width, mlp.cut().len(TensorPart { rank, size })));
+        (0..size).flat_map(of_rank)
+    };
+    let works = |size: usize| shares(size).all(|(_, share)| share.is_multiple_of(8));
+    let Some((width, share)) = shares(tensor).find(|(_, share)| !share.is_multiple_of(8)) else { return Ok(()) };
     let sizes = arch.tensor_sizes().into_iter().filter(|size| works(*size));
     let sizes: Vec<String> = sizes.map(|size| size.to_string()).collect();
     let any_of = if sizes.len() == 1 { "" } else { "one of " };
     Err(Error::usage(format!(
-        "shards of intermediate_size = {} must be multiples of 8 with job.device = \"gpu\" (got {share} with tensor = {tensor})",
-        arch.mlp_width
+        "shards of intermediate_size = {width} must be multiples of 8 with job.device = \"gpu\" (got {share} with tensor = {tensor})"
     ))
     .hint(format!("set tensor to {any_of}{}", sizes.join(", "))))
 }
@@ -379,17 +383,23 @@ mod tests {
         assert_eq!(ranks(&[7]), ["rank 0"]);
     }
 
-    fn largest() -> Arch {
-        let config = serde_json::json!({
+    /// The largest model, but for some keys.
+    fn largest(but: &[(&str, usize)]) -> Arch {
+        let mut config = serde_json::json!({
             "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 1,
             "num_attention_heads": 128, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 1 << 20
         });
+        for &(key, value) in but {
+            config[key] = value.into();
+        }
         Arch::from_config(config.as_object().expect("an object")).expect("a known family")
     }
 
     #[test]
     fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {
-        let arch = Arch { width: 512, mlp_width: 72, heads: 8, kv_heads: 2, head_dim: 64, vocabulary: 50, ..largest() };
+        let heads = [("num_attention_heads", 8), ("num_key_value_heads", 2), ("head_dim", 64)];
+        let small = |mlp| largest(&[&heads[..], &[("hidden_size", 512), ("intermediate_size", mlp)]].concat());
+        let arch = small(72);
         assert_eq!(check_arch(Device::Cuda, &arch, 1), Ok(()));
         let error = check_cut(Device::Cuda, &arch, 2).expect_err("36 is not a multiple of 8");
         assert!(
@@ -397,20 +407,20 @@ mod tests {
             "{error}"
         );
         assert_eq!(error.hint.as_deref(), Some("set tensor to 1"));
-        let wider = Arch { mlp_width: 11008, ..arch };
+        let wider = small(11008);
         assert!([1, 2, 4, 8].into_iter().all(|tensor| check_cut(Device::Cuda, &wider, tensor).is_ok()));
     }
 
     #[test]
     fn sizes_that_no_kernel_takes_are_refused_before_the_first_step() {
-        let arch = largest();
+        let arch = largest(&[]);
         assert_eq!(check_arch(Device::Cuda, &arch, 64), Ok(()), "the largest");
         let message_of = |arch: Arch, tensor| check_arch(Device::Cuda, &arch, tensor).expect_err("too large").message;
         let wide = message_of(Arch { width: 16392, ..arch.clone() }, 1);
         assert!(wide.starts_with("hidden_size must be at most 16384 with") && wide.ends_with("(got 16392)"), "{wide}");
         let message = message_of(Arch { vocabulary: (1 << 20) + 1, ..arch.clone() }, 1);
         assert!(message.starts_with("vocab_size must be") && message.ends_with("(got 1048577)"), "{message}");
-        let shared = message_of(Arch { heads: 129, kv_heads: 1, ..arch.clone() }, 1);
+        let shared = message_of(largest(&[("num_attention_heads", 129), ("num_key_value_heads", 1)]), 1);
         assert!(shared.contains("must be at most 128") && shared.contains("(got 129 heads on 1)"), "{shared}");
         let parts = message_of(arch, 128);
         assert!(parts.starts_with("tensor must be at most 64 with") && parts.contains("(got 128)"), "{parts}");

@@ -11,7 +11,8 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::learn::packed::PackedRow;
-use crate::model::{Arch, Gradients, Head, Saved, TensorPart, Transformer, Weights, init};
+use crate::model::{Arch, AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
+use crate::model::{Gradients, Head, Saved, TensorPart, Transformer, Weights, init};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, Model, requests};
 use std::ops::Range;
@@ -43,22 +44,26 @@ const SEED: u64 = 17;
 /// The small model that represents `arch`, with its head dim, ratio of heads, norms, biases, windows and rotary
 /// scaling.
 fn small(arch: &Arch) -> Arch {
-    let (sharing, width, kv_heads) = (arch.heads / arch.kv_heads, arch.width.min(WIDTH_MAX), arch.kv_heads.min(2));
-    // One layer of each kind of window.
-    let first = arch.windows.first().copied().flatten();
-    let other = arch.windows.iter().copied().find(|window| *window != first).unwrap_or(first);
+    let width = arch.width.min(WIDTH_MAX);
+    let block = |block: &BlockSpec| {
+        let (attention, mlp) = (*block.attention(), *block.mlp());
+        let (sharing, kv_heads) = (attention.heads / attention.kv_heads, attention.kv_heads.min(2));
+        let window = attention.window.map(|keys| keys.min(WINDOW_MAX));
+        let mixer = Mixer::Attention(AttentionSpec { heads: sharing * kv_heads, kv_heads, window, ..attention });
+        let feed = Feed::Dense(DenseSpec { width: mlp.width.min(MLP_WIDTH_MAX), ..mlp });
+        BlockSpec { mixer, feed, ..*block }
+    };
+    // Layers of two kinds, if there are two.
+    let first = &arch.blocks[0];
+    let other = arch.blocks.iter().find(|block| *block != first).unwrap_or(first);
     // Odd vocabularies test the ends of rows.
     let vocabulary =
         if arch.vocabulary <= VOCABULARY_MAX { arch.vocabulary } else { VOCABULARY_MAX + arch.vocabulary % 8 };
     Arch {
         width,
-        layers: 2,
-        heads: sharing * kv_heads,
-        kv_heads,
-        mlp_width: arch.mlp_width.min(MLP_WIDTH_MAX),
+        blocks: vec![block(first), block(other)],
         vocabulary,
         context: 256,
-        windows: [first, other].map(|window| window.map(|keys| keys.min(WINDOW_MAX))).to_vec(),
         // Logits and scores spread by about one, whatever the width.
         init_std: 0.8 / (width as f32).sqrt(),
         eos_tokens: Vec::new(),
@@ -267,14 +272,17 @@ mod tests {
 
     #[test]
     fn a_small_model_is_of_the_jobs_kind_and_takes_a_cpu_a_moment() {
+        let layer_types: Vec<_> = ["full_attention", "sliding_attention"].into_iter().cycle().take(28).collect();
         let shape = serde_json::json!({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 50_257});
-        let mut arch = Arch::from_config(shape.as_object().expect("an object")).expect("a known family");
-        arch.windows = (0..28).map(|layer| (layer % 2 == 1).then_some(4096)).collect();
+            "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 50_257,
+            "use_sliding_window": true, "sliding_window": 4096, "layer_types": layer_types});
+        let arch = Arch::from_config(shape.as_object().expect("an object")).expect("a known family");
         let small = small(&arch);
-        assert_eq!((small.heads, small.kv_heads, small.head_dim, small.layers, small.width), (14, 2, 128, 2, 1024));
-        assert_eq!((small.qkv_bias, small.tied, &small.rope), (arch.qkv_bias, arch.tied, &arch.rope));
-        assert_eq!((&small.windows[..], small.vocabulary % 8), (&[None, Some(24)][..], 50_257 % 8));
+        let [first, second] = [0, 1].map(|layer| small.blocks[layer].attention());
+        assert_eq!((first.heads, first.kv_heads, first.head_dim, first.qkv_bias), (14, 2, 128, true));
+        assert_eq!((first.window, second.window, small.blocks.len()), (None, Some(24), 2));
+        assert_eq!((small.width, small.vocabulary % 8, small.tied), (1024, 50_257 % 8, arch.tied));
+        assert_eq!(small.rope, arch.rope);
         assert!(Small::on(Device::Cpu, &small, Head::LanguageModel).w.table.parameters() < 20 << 20);
     }
 }

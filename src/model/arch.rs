@@ -1,11 +1,13 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
+use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::families::{Bias, Family, Windows};
 use super::files;
 use super::rope::Rope;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::error::Result;
+use crate::ops::glu::Activation;
 use crate::sys::files::read_object;
 use crate::sys::stderr;
 use serde_json::{Map, Value, json};
@@ -27,8 +29,6 @@ pub enum Head {
     Value,
 }
 
-// Each flag is a fact of config.json on its own.
-#[expect(clippy::struct_excessive_bools)]
 /// One architecture; families differ only in these fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arch {
@@ -40,22 +40,13 @@ pub struct Arch {
     pub padded_from: Option<usize>,
     /// Width of the hidden state, d.
     pub width: usize,
-    pub layers: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub mlp_width: usize,
+    /// The layers.
+    pub blocks: Vec<BlockSpec>,
     /// Longest row of tokens, `max_position_embeddings`.
     pub context: usize,
     pub norm_eps: f32,
     /// The head shares the embedding's matrix.
     pub tied: bool,
-    pub qkv_bias: bool,
-    pub o_bias: bool,
-    pub mlp_bias: bool,
-    pub qk_norm: bool,
-    /// For each layer, the number of keys that a query sees, itself included. `None`: all earlier keys.
-    pub windows: Vec<Option<usize>>,
     pub rope: Rope,
     /// Standard deviation of new weights.
     pub init_std: f32,
@@ -157,8 +148,9 @@ impl Arch {
 
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.
     pub fn shape(&self) -> String {
-        let Self { layers, width, heads, kv_heads, head_dim, mlp_width, vocabulary, .. } = self;
-        let (name, plural) = (self.family.name, if *layers == 1 { "" } else { "s" });
+        let Self { blocks, width, vocabulary, .. } = self;
+        let (layers, AttentionSpec { heads, kv_heads, head_dim, .. }) = (blocks.len(), blocks[0].attention());
+        let (name, plural, mlp_width) = (self.family.name, if layers == 1 { "" } else { "s" }, blocks[0].mlp().width);
         format!(
             "{name}, {layers} layer{plural}, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, \
              vocabulary {vocabulary}"
@@ -185,7 +177,8 @@ impl Arch {
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
         let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
-        refuse_unsupported(&c)?;
+        let activation = activation(&c)?;
+        refuse_quantized(&c)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
         let layers = c.count_needed("num_hidden_layers")?;
@@ -215,25 +208,31 @@ impl Arch {
             }
         };
         let prefix = c.text("value_head_prefix")?;
+        let attention = AttentionSpec {
+            heads,
+            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
+            head_dim,
+            window: None,
+            qkv_bias: bias(family.qkv_bias)?,
+            o_bias: bias(family.o_bias)?,
+            qk_norm: family.qk_norm,
+        };
+        let width_of_mlp = c.count_needed("intermediate_size")?;
+        let feed = Feed::Dense(DenseSpec { width: width_of_mlp, activation, bias: bias(family.mlp_bias)? });
+        let block = |window| {
+            let mixer = Mixer::Attention(AttentionSpec { window, ..attention });
+            BlockSpec { mixer, feed, norms: family.norms }
+        };
         let arch = Self {
             family,
             head: if is_value || prefix.is_some() { Head::Value } else { Head::LanguageModel },
             vocabulary,
             padded_from: None,
             width,
-            layers,
-            heads,
-            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
-            head_dim,
-            mlp_width: c.count_needed("intermediate_size")?,
+            blocks: windows(&c, family, layers)?.into_iter().map(block).collect(),
             context,
             norm_eps: c.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
             tied: c.flag("tie_word_embeddings")?.unwrap_or(false),
-            qkv_bias: bias(family.qkv_bias)?,
-            o_bias: bias(family.o_bias)?,
-            mlp_bias: bias(family.mlp_bias)?,
-            qk_norm: family.qk_norm,
-            windows: windows(&c, family, layers)?,
             rope: Rope::read(&c, context)?,
             init_std: c.number("initializer_range")?.unwrap_or(0.02) as f32,
             bos_token: c.tokens("bos_token_id")?.first().copied(),
@@ -248,12 +247,14 @@ impl Arch {
     }
 
     fn check(&self, c: &Reader) -> Result<()> {
-        if !self.heads.is_multiple_of(self.kv_heads) {
-            let what = format!("({}) must be a multiple of num_key_value_heads ({})", self.heads, self.kv_heads);
-            return Err(c.wrong("num_attention_heads", &what));
-        }
-        if !self.head_dim.is_multiple_of(2) {
-            return Err(c.wrong("head_dim", &format!("({}) must be even for rotary embeddings", self.head_dim)));
+        for AttentionSpec { heads, kv_heads, head_dim, .. } in self.attentions() {
+            if !heads.is_multiple_of(*kv_heads) {
+                let what = format!("({heads}) must be a multiple of num_key_value_heads ({kv_heads})");
+                return Err(c.wrong("num_attention_heads", &what));
+            }
+            if !head_dim.is_multiple_of(2) {
+                return Err(c.wrong("head_dim", &format!("({head_dim}) must be even for rotary embeddings")));
+            }
         }
         if self.norm_eps.is_nan() || self.norm_eps < 0.0 {
             return Err(c.wrong("rms_norm_eps", &format!("must not be negative (got {})", self.norm_eps)));
@@ -276,23 +277,26 @@ impl Arch {
         }
     }
 
-    /// Columns of all query heads.
-    pub fn q_width(&self) -> usize {
-        self.heads * self.head_dim
+    /// The attention of the layers.
+    pub fn attentions(&self) -> impl Iterator<Item = &AttentionSpec> {
+        self.blocks.iter().map(BlockSpec::attention)
     }
 
-    /// Columns of all key (or value) heads.
-    pub fn kv_width(&self) -> usize {
-        self.kv_heads * self.head_dim
+    /// The MLPs of the layers.
+    pub fn mlps(&self) -> impl Iterator<Item = &DenseSpec> {
+        self.blocks.iter().map(BlockSpec::mlp)
     }
 }
 
-/// Rejects settings that would change the results if they were ignored.
-fn refuse_unsupported(c: &Reader) -> Result<()> {
-    let act = c.text("hidden_act")?.unwrap_or_else(|| "silu".into());
-    if act != "silu" {
-        return Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{act}\")")));
+/// The MLP's activation.
+fn activation(c: &Reader) -> Result<Activation> {
+    match c.text("hidden_act")?.as_deref() {
+        None | Some("silu") => Ok(Activation::Silu),
+        Some(other) => Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{other}\")"))),
     }
+}
+
+fn refuse_quantized(c: &Reader) -> Result<()> {
     if c.get("quantization_config").is_some() {
         return Err(c
             .wrong("quantization_config", "is set, but quantized weights are not supported")

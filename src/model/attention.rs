@@ -3,34 +3,21 @@
 //! Dims: t tokens, d width, h query heads, g key/value heads, e head dim.
 
 use super::arch::Arch;
+use super::block_spec::AttentionSpec;
+use super::branch::Body;
+use super::context::{Context, LayerKeys};
+use super::kv_copies::KvCopies;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::params::ParamTable;
-use super::part::TensorPart;
-use super::ring::Ring;
+use super::part::Cut;
 use super::weights::{Gradients, Unit};
-use crate::comm::Group;
-use crate::ops::attention::{self, AttentionShape, KvLayer, Packed, Paged};
-use crate::ops::columns;
+use crate::ops::attention::{self, AttentionShape, Packed};
 use crate::ops::matmul::Into;
-use crate::ops::rope::{self, RopeTable};
-use crate::tensor::{Indices, Tensor};
+use crate::ops::rope;
+use crate::tensor::Tensor;
 
-/// The source of one layer's keys.
-pub(super) enum LayerKeys<'a> {
-    Packed(&'a Packed<'a>),
-    Paged(&'a mut KvLayer, &'a Paged<'a>),
-}
-
-/// The inputs that all calls of one forward share.
-#[derive(Clone, Copy)]
-pub(super) struct Context<'a> {
-    pub w: &'a Unit<'a>,
-    pub positions: &'a Indices<'a>,
-    pub rope: &'a RopeTable,
-}
-
-/// One layer's attention: parameters, shape, and the groups of ranks that share its heads and its sequences.
+/// One layer's attention: parameters and shape.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     q: Linear,
@@ -42,8 +29,6 @@ pub(super) struct Attention {
     /// The heads that this rank holds.
     pub(super) shape: AttentionShape,
     copies: KvCopies,
-    tensor: Group,
-    ring: Ring,
 }
 
 /// The activations that the backward of attention needs.
@@ -78,34 +63,28 @@ struct Raw {
 }
 
 impl Attention {
-    pub(super) fn new(arch: &Arch, table: &ParamTable, layer: usize, name: &str, tensor: &Group, ring: &Ring) -> Self {
-        let part = TensorPart::from_group(tensor);
-        let copies = KvCopies::new(arch, part);
-        let shape = AttentionShape {
-            heads: part.heads(arch).len(),
-            kv_heads: copies.held.len(),
-            head_dim: arch.head_dim,
-            window: arch.windows[layer],
-            scale: 1.0 / (arch.head_dim as f32).sqrt(),
+    /// Declares q, k and v, their norms, and o, named `name.q_proj` and so on.
+    pub(super) fn declare(table: &mut ParamTable, name: &str, arch: &Arch, spec: &AttentionSpec) -> Self {
+        let (part, hidden) = (table.tensor_part(), Cut::Whole(arch.width));
+        let shape = spec.shape(part);
+        let mut linear = |part: &str, outputs| {
+            Linear::declare(table, &format!("{name}.{part}_proj"), [outputs, hidden], spec.qkv_bias)
         };
-        let linear = |part| Linear::new(table, &format!("{name}.{part}_proj"), tensor);
-        let norm = |part, heads| Norm::find(table, &format!("{name}.{part}_norm"), arch.norm_eps, heads, tensor);
-        Self {
-            q: linear("q"),
-            k: linear("k"),
-            v: linear("v"),
-            o: linear("o"),
-            q_norm: norm("q", shape.heads),
-            k_norm: norm("k", shape.kv_heads),
-            shape,
-            copies,
-            tensor: tensor.clone(),
-            ring: ring.clone(),
-        }
+        let (q, k, v) = (linear("q", spec.queries()), linear("k", spec.keys()), linear("v", spec.keys()));
+        let mut norm = |part: &str, heads| {
+            let name = format!("{name}.{part}_norm");
+            spec.qk_norm.then(|| Norm::declare_per_head(table, &name, spec.head_dim, arch.norm_eps, heads))
+        };
+        let (q_norm, k_norm) = (norm("q", shape.heads), norm("k", shape.kv_heads));
+        let o = Linear::declare(table, &format!("{name}.o_proj"), [hidden, spec.queries()], spec.o_bias);
+        Self { q, k, v, o, q_norm, k_norm, shape, copies: KvCopies::new(spec, part) }
     }
+}
 
-    /// Attention without the output projection, which `add` computes.
-    pub(super) fn forward(&self, c: Context, n: Tensor, keys: LayerKeys) -> AttentionSaved {
+impl Body for Attention {
+    type Saved = AttentionSaved;
+
+    fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> AttentionSaved {
         let (shape, t) = (&self.shape, n.rows());
         let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
         let (mut q, q_raw) = normed(c.w, q, self.q_norm.as_ref());
@@ -115,7 +94,7 @@ impl Attention {
                 rope::forward(&mut q, &mut k, c.positions, c.rope);
                 attention::round_as_cached(&mut k, c.w.dtype());
                 attention::round_as_cached(&mut v, c.w.dtype());
-                self.ring.forward(packed, shape, [&q, &k, &v])
+                c.ring.forward(packed, shape, [&q, &k, &v])
             }
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
@@ -128,13 +107,11 @@ impl Attention {
         AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse }
     }
 
-    /// x += y. With `keeps`, returns the previous value of x.
-    pub(super) fn add(&self, c: Context, saved: &AttentionSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.o.forward_onto(c.w, &saved.o, x, keeps)
+    fn add(&self, c: Context, saved: &AttentionSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        self.o.forward_onto(c, &saved.o, x, keeps)
     }
 
-    /// dn from dy.
-    pub(super) fn backward(
+    fn backward(
         &self,
         c: Context,
         packed: &Packed,
@@ -145,19 +122,19 @@ impl Attention {
         let AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse } = saved;
         let mut d_o = o.like(o.rows(), o.width());
         self.o.backward(c.w, &o, dy, &mut d_o, Into::Overwrite, grads);
-        let [mut dq, mut dk, mut dv] = self.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
+        let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, c.rope);
-        let dq = unnorm(c.w, self.q_norm.as_ref(), q_raw, dq, grads);
-        let mut dk = unnorm(c.w, self.k_norm.as_ref(), k_raw, dk, grads);
+        let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
+        let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c.w, &n, &dq, &mut dn, Into::Overwrite, grads);
         self.k.backward_input(c.w, &dk, &mut dn, Into::Add);
         self.v.backward_input(c.w, &dv, &mut dn, Into::Add);
-        self.copies.sum(&self.tensor, [&mut dk, &mut dv]);
+        self.copies.sum(c.tensor, [&mut dk, &mut dv]);
         self.k.backward_weight(c.w, &n, &dk, grads);
         self.v.backward_weight(c.w, &n, &dv, grads);
-        self.tensor.sum_slice(dn.slice_mut());
+        c.tensor.sum_slice(dn.slice_mut());
         dn
     }
 }
@@ -170,53 +147,9 @@ fn normed(w: &Unit, x: Tensor, norm: Option<&Norm>) -> (Tensor, Option<Raw>) {
 }
 
 /// The backward of a qk-norm, or dy itself without one.
-fn unnorm(w: &Unit, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
+fn unnorm(c: Context, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
     let mut dx = x.zeros_like(x.rows(), x.width());
-    norm.backward(w, &x, &rstd, &dy, &mut dx, grads);
+    norm.backward(c, &x, &rstd, &dy, &mut dx, grads);
     dx
-}
-
-/// The key/value heads that this rank holds. Some may be copies of another rank's.
-#[derive(Clone, Debug)]
-struct KvCopies {
-    /// The global head of each local head.
-    held: Vec<usize>,
-    heads: usize,
-    head_dim: usize,
-    /// The number of copies of each head over all ranks.
-    copies: usize,
-}
-
-impl KvCopies {
-    fn new(arch: &Arch, part: TensorPart) -> Self {
-        let (held, copies) = (part.kv_heads(arch), part.kv_copies(arch));
-        Self { held, heads: arch.kv_heads, head_dim: arch.head_dim, copies }
-    }
-
-    /// Sums the gradients over all copies of a head, so that the weights of all copies get the same update. Each copy
-    /// serves different query heads. The sum is in f32, this rank's copies first.
-    fn sum(&self, tensor: &Group, gradients: [&mut Tensor; 2]) {
-        let rows = gradients[0].rows();
-        if self.copies == 1 || rows == 0 {
-            return;
-        }
-        let mut all = gradients[0].statistics(rows, 2 * self.heads * self.head_dim);
-        let of = |(i, gradient)| {
-            let gradient: &Tensor = gradient;
-            self.places(i).map(move |(own, at)| (gradient, own, at))
-        };
-        let parts: Vec<_> = gradients.iter().map(|gradient| &**gradient).enumerate().flat_map(of).collect();
-        columns::sum(&parts, &mut all, self.head_dim);
-        tensor.sum_slice(all.slice_mut());
-        for (i, gradient) in gradients.into_iter().enumerate() {
-            self.places(i).for_each(|(own, at)| columns::copy(&all, at, gradient, own, self.head_dim));
-        }
-    }
-
-    /// The first column of each local head: on this rank, and in gradient `i` among the columns of all heads.
-    fn places(&self, i: usize) -> impl Iterator<Item = (usize, usize)> {
-        let e = self.head_dim;
-        self.held.iter().enumerate().map(move |(local, head)| (local * e, (i * self.heads + head) * e))
-    }
 }

@@ -1,5 +1,6 @@
 //! Model families as data: the defaults that their config.json leaves out.
 
+use super::block_spec::Norms;
 use crate::error::{Error, Result};
 
 /// Whether a projection has a bias.
@@ -35,6 +36,7 @@ pub struct Family {
     pub o_bias: Bias,
     pub mlp_bias: Bias,
     pub qk_norm: bool,
+    pub norms: Norms,
     pub windows: Windows,
     /// The default of `head_dim`. `None`: width / heads.
     pub head_dim: Option<usize>,
@@ -54,6 +56,7 @@ static FAMILIES: [Family; 4] = [
         o_bias: Bias::Key("attention_bias"),
         mlp_bias: Bias::Key("mlp_bias"),
         qk_norm: false,
+        norms: Norms::Pre,
         windows: Windows::Never,
         head_dim: None,
         kv_heads: None,
@@ -67,6 +70,7 @@ static FAMILIES: [Family; 4] = [
         o_bias: Bias::Never,
         mlp_bias: Bias::Never,
         qk_norm: false,
+        norms: Norms::Pre,
         windows: Windows::Everywhere(4096),
         head_dim: None,
         kv_heads: Some(8),
@@ -80,6 +84,7 @@ static FAMILIES: [Family; 4] = [
         o_bias: Bias::Never,
         mlp_bias: Bias::Never,
         qk_norm: false,
+        norms: Norms::Pre,
         windows: Windows::Switched(4096, 28),
         head_dim: None,
         kv_heads: Some(32),
@@ -93,6 +98,7 @@ static FAMILIES: [Family; 4] = [
         o_bias: Bias::Key("attention_bias"),
         mlp_bias: Bias::Never,
         qk_norm: true,
+        norms: Norms::Pre,
         windows: Windows::Switched(4096, 28),
         head_dim: Some(128),
         kv_heads: Some(32),

@@ -4,26 +4,27 @@
 //! outputs, each rank has outputs of its own and the gradient of x is a sum over ranks. With sharded inputs, y is a sum
 //! over ranks.
 
-use super::params::{ParamId, ParamTable};
+use super::context::Context;
+use super::params::{Init, ParamId, ParamTable};
+use super::part::Cut;
 use super::weights::{Gradients, Unit};
-use crate::comm::Group;
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Factor, Into, Output};
-use crate::tensor::Tensor;
+use crate::tensor::{Layout, Tensor};
 
 #[derive(Clone, Debug)]
 pub(super) struct Linear {
     weight: ParamId,
     bias: Option<ParamId>,
-    /// The ranks that hold the other parts of W.
-    tensor: Group,
 }
 
 impl Linear {
-    /// The projection with the parameters `name.weight` and, if the table has it, `name.bias`.
-    pub(super) fn new(table: &ParamTable, name: &str, tensor: &Group) -> Self {
-        let (weight, bias) = (table.id(&format!("{name}.weight")), table.find(&format!("{name}.bias")));
-        Self { weight, bias, tensor: tensor.clone() }
+    /// Declares `name.weight` with `dims` = [outputs, inputs] and, with `bias`, `name.bias`. The bias is sharded with the
+    /// outputs. If the inputs are sharded, it is added once, after the sum over ranks.
+    pub(super) fn declare(table: &mut ParamTable, name: &str, dims: [Cut; 2], bias: bool) -> Self {
+        let weight = table.add(&format!("{name}.weight"), &dims, Layout::Panel, table.normal());
+        let bias = bias.then(|| table.add(&format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros));
+        Self { weight, bias }
     }
 
     /// y_i = x W_i^T + b_i, for projections with sharded outputs.
@@ -39,7 +40,7 @@ impl Linear {
     }
 
     /// act(x Wgate^T + b) * (x Wup^T + b), for projections with sharded outputs.
-    pub(super) fn glu(activation: Activation, w: &Unit, x: &Tensor, linears: [&Self; 2]) -> Tensor {
+    pub(super) fn glu(w: &Unit, x: &Tensor, linears: [&Self; 2], activation: Activation) -> Tensor {
         let factors =
             linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
         let mut act = x.like(x.rows(), factors[0].w.n);
@@ -49,18 +50,18 @@ impl Linear {
 
     /// y += x W^T + b, for a projection with sharded inputs. The sum over ranks starts from the first rank's y and b.
     /// With `keeps`, the previous y is returned and the sum gets memory of its own.
-    pub(super) fn forward_onto(&self, w: &Unit, x: &Tensor, y: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        let (weight, bias) = (w.weight(self.weight), self.bias.map(|bias| w.vector(bias)));
+    pub(super) fn forward_onto(&self, c: Context, x: &Tensor, y: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let (weight, bias) = (c.w.weight(self.weight), self.bias.map(|bias| c.w.vector(bias)));
         let before = keeps.then(|| {
             let apart = y.like(y.rows(), y.width());
             std::mem::replace(y, apart)
         });
         match &before {
-            _ if self.tensor.rank() > 0 => matmul::forward(x, weight, None, y, Into::Overwrite),
+            _ if c.tensor.rank() > 0 => matmul::forward(x, weight, None, y, Into::Overwrite),
             Some(before) => matmul::forward_onto(before, x, weight, bias, y),
             None => matmul::forward(x, weight, bias, y, Into::Add),
         }
-        self.tensor.sum_slice(y.slice_mut());
+        c.tensor.sum_slice(y.slice_mut());
         before
     }
 

@@ -1,12 +1,12 @@
 //! Loads weights from the safetensors files of a Hugging Face directory into the flat buffer: all of them, or unit by
 //! unit the part of one rank. Only that part is read.
 
-use super::arch::{Arch, EMBEDDING, Head, LM_HEAD};
+use super::arch::{Arch, Head, LM_HEAD};
 use super::files::Checkpoint;
 use super::init;
 use super::pack::{self, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
-use super::part::TensorPart;
+use super::part::{Cut, TensorPart};
 use super::partition::Shards;
 use super::unit::UnitValues;
 use super::weights::Weights;
@@ -150,12 +150,12 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
             return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})"))
                 .hint("convert the model to one of these types"));
         }
-        let is_vocabulary = [EMBEDDING, LM_HEAD].contains(&spec.name.as_str());
-        let fits = |rows: usize| stored.shape.first() == Some(&rows) && stored.shape[1..] == spec.full[1..];
-        if stored.shape != spec.full && !(is_vocabulary && arch.padded_from.is_some_and(fits)) {
+        let (full, is_vocabulary) = (spec.full(), matches!(spec.cuts[0], Cut::Vocabulary(_)));
+        let fits = |rows: usize| stored.shape.first() == Some(&rows) && stored.shape[1..] == full[1..];
+        if stored.shape != full && !(is_vocabulary && arch.padded_from.is_some_and(fits)) {
             return Err(Error::data(format!(
                 "{path}: tensor {name} has shape {:?}, but config.json needs {:?}",
-                stored.shape, spec.full
+                stored.shape, full
             ))
             .hint("use the config.json that belongs to these weights"));
         }
@@ -167,7 +167,8 @@ fn check(dir: &Path, arch: &Arch, table: &ParamTable, checkpoint: &Checkpoint) -
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();
     for (what, names) in [("missing from", &missing), ("unknown in", &unknown)] {
         if !names.is_empty() {
-            let (class, layers, plural) = (arch.family.causal, arch.layers, if arch.layers == 1 { "" } else { "s" });
+            let (class, layers, plural) =
+                (arch.family.causal, arch.blocks.len(), if arch.blocks.len() == 1 { "" } else { "s" });
             return Err(Error::data(format!("{}: {what} the safetensors files: {}", dir.display(), listed(names)))
                 .hint(format!("check config.json, which describes a {class} with {layers} layer{plural}")));
         }

@@ -1,21 +1,23 @@
-//! The gated MLP: y = Wdown (silu(Wgate n) * Wup n).
+//! The gated MLP: y = Wdown (act(Wgate n) * Wup n).
 
-use super::attention::Context;
+use super::block_spec::DenseSpec;
+use super::branch::Body;
+use super::context::{Context, LayerKeys};
 use super::linear::Linear;
 use super::params::ParamTable;
+use super::part::Cut;
 use super::weights::Gradients;
-use crate::comm::Group;
+use crate::ops::attention::Packed;
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
 use crate::tensor::Tensor;
 
-/// One layer's MLP, and the ranks that share its width.
 #[derive(Clone, Debug)]
 pub(super) struct Mlp {
     gate: Linear,
     up: Linear,
     down: Linear,
-    tensor: Group,
+    activation: Activation,
 }
 
 /// The activations that the backward of the MLP needs.
@@ -26,8 +28,8 @@ pub(super) struct MlpSaved {
     /// (t, f)
     gate: Tensor,
     up: Tensor,
-    /// silu(gate) * up (t, f)
-    pub(super) act: Tensor,
+    /// act(gate) * up (t, f)
+    act: Tensor,
 }
 
 impl MlpSaved {
@@ -38,43 +40,52 @@ impl MlpSaved {
 }
 
 impl Mlp {
-    pub(super) fn new(table: &ParamTable, name: &str, tensor: &Group) -> Self {
-        let linear = |part| Linear::new(table, &format!("{name}.{part}_proj"), tensor);
-        Self { gate: linear("gate"), up: linear("up"), down: linear("down"), tensor: tensor.clone() }
+    /// Declares gate, up and down, named `name.gate_proj` and so on. `width` is that of the hidden state.
+    pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: &DenseSpec) -> Self {
+        let (hidden, inner) = (Cut::Whole(width), spec.cut());
+        let mut linear = |part: &str, dims| Linear::declare(table, &format!("{name}.{part}_proj"), dims, spec.bias);
+        Self {
+            gate: linear("gate", [inner, hidden]),
+            up: linear("up", [inner, hidden]),
+            down: linear("down", [hidden, inner]),
+            activation: spec.activation,
+        }
     }
+}
 
-    /// The MLP without its last GEMM, which `add` computes: silu(gate) * up. Nothing is kept for a backward.
-    pub(super) fn activate(&self, c: Context, n: &Tensor) -> Tensor {
-        Linear::glu(Activation::Silu, c.w, n, [&self.gate, &self.up])
-    }
+impl Body for Mlp {
+    type Saved = MlpSaved;
 
-    /// The same, with all activations that the backward needs.
-    pub(super) fn forward(&self, c: Context, n: Tensor) -> MlpSaved {
+    fn forward(&self, c: Context, n: Tensor, _: &mut LayerKeys) -> MlpSaved {
         let [gate, up] = Linear::forward_each(c.w, &n, [&self.gate, &self.up]);
         let mut act = gate.like(gate.rows(), gate.width());
-        glu::forward(Activation::Silu, &gate, &up, &mut act);
+        glu::forward(self.activation, &gate, &up, &mut act);
         MlpSaved { n, gate, up, act }
     }
 
-    /// x += y from silu(gate) * up. With `keeps`, returns the previous value of x.
-    pub(super) fn add(&self, c: Context, act: &Tensor, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.down.forward_onto(c.w, act, x, keeps)
+    fn add(&self, c: Context, saved: &MlpSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        self.down.forward_onto(c, &saved.act, x, keeps)
     }
 
-    /// dn from dy.
-    pub(super) fn backward(&self, c: Context, saved: MlpSaved, dy: &Tensor, grads: &mut Gradients) -> Tensor {
+    fn run(&self, c: Context, n: Tensor, _: &mut LayerKeys, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let act = Linear::glu(c.w, &n, [&self.gate, &self.up], self.activation);
+        drop(n);
+        self.down.forward_onto(c, &act, x, keeps)
+    }
+
+    fn backward(&self, c: Context, _: &Packed, saved: MlpSaved, dy: &Tensor, grads: &mut Gradients) -> Tensor {
         let MlpSaved { n, gate, up, act } = saved;
         let (t, f) = (gate.rows(), gate.width());
         let mut dact = gate.like(t, f);
         self.down.backward(c.w, &act, dy, &mut dact, Into::Overwrite, grads);
         // `act` has served: its memory takes dgate.
         let (mut dgate, mut dup) = (act, gate.like(t, f));
-        glu::backward(Activation::Silu, &gate, &up, &dact, &mut dgate, &mut dup);
+        glu::backward(self.activation, &gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
         let mut dn = n.like(t, n.width());
         self.gate.backward(c.w, &n, &dgate, &mut dn, Into::Overwrite, grads);
         self.up.backward(c.w, &n, &dup, &mut dn, Into::Add, grads);
-        self.tensor.sum_slice(dn.slice_mut());
+        c.tensor.sum_slice(dn.slice_mut());
         dn
     }
 }

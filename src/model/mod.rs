@@ -4,6 +4,8 @@
 //! the source of attention's keys (`Keys`).
 
 pub mod arch;
+mod block_spec;
+pub mod cost;
 pub mod export;
 pub mod families;
 pub mod init;
@@ -20,27 +22,33 @@ pub mod weights;
 
 mod attention;
 mod block;
+mod branch;
 pub mod collect;
 mod config_json;
+mod context;
 mod files;
 mod gradients;
 mod heads;
+mod kv_copies;
+mod layers;
 mod linear;
 mod mlp;
 mod norm;
 pub mod pack;
 mod part;
 mod ring;
+mod tensor_axis;
 mod tensor_files;
 mod unit;
 mod vocabulary;
 
 pub use arch::{Arch, Head};
+pub use block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, Norms};
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};
 pub use heads::{DistillTargets, Teacher};
 pub use params::{ParamId, ParamSpec, ParamTable};
-pub use part::TensorPart;
+pub use part::{Cut, TensorPart};
 pub use partition::Shards;
 pub use reshard::Reshard;
 pub use transformer::{Keys, Saved, Transformer, packed_positions};

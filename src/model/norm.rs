@@ -1,10 +1,11 @@
 //! RMSNorm: y = x / rms(x) * w, over a whole row or over each head in it.
 
-use super::params::{ParamId, ParamTable};
+use super::context::Context;
+use super::params::{Init, ParamId, ParamTable};
+use super::part::Cut;
 use super::weights::{Gradients, Unit};
-use crate::comm::Group;
 use crate::ops::rmsnorm;
-use crate::tensor::Tensor;
+use crate::tensor::{Layout, Tensor};
 
 #[derive(Clone, Debug)]
 pub(super) struct Norm {
@@ -12,20 +13,26 @@ pub(super) struct Norm {
     eps: f32,
     /// The number of runs of a row that are normed separately.
     heads: usize,
-    /// The ranks that have other heads with the same weight.
-    tensor: Group,
+    /// Whether the ranks of the tensor axis have other heads with the same weight.
+    is_per_head: bool,
 }
 
 impl Norm {
-    /// The norm with the parameter `name.weight`, over each of `heads` runs of a row. The ranks of `tensor` have other
-    /// runs. `None` if the table lacks the parameter.
-    pub(super) fn find(table: &ParamTable, name: &str, eps: f32, heads: usize, tensor: &Group) -> Option<Self> {
-        table.find(&format!("{name}.weight")).map(|weight| Self { weight, eps, heads, tensor: tensor.clone() })
+    /// Declares `name.weight`, a norm over whole rows of `width` elements.
+    pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, eps: f32) -> Self {
+        let weight = table.add(&format!("{name}.weight"), &[Cut::Whole(width)], Layout::Row, Init::Ones);
+        Self { weight, eps, heads: 1, is_per_head: false }
     }
 
-    /// A norm over whole rows.
-    pub(super) fn new(table: &ParamTable, name: &str, eps: f32) -> Self {
-        Self::find(table, name, eps, 1, &Group::one()).unwrap_or_else(|| panic!("the table has no {name}.weight"))
+    /// Declares `name.weight`, a norm over each of this rank's `heads` heads of a row.
+    pub(super) fn declare_per_head(
+        table: &mut ParamTable,
+        name: &str,
+        head_dim: usize,
+        eps: f32,
+        heads: usize,
+    ) -> Self {
+        Self { heads, is_per_head: true, ..Self::declare(table, name, head_dim, eps) }
     }
 
     /// (y, 1 / rms(x) of each head (t, heads))
@@ -40,7 +47,7 @@ impl Norm {
     /// dw.
     pub(super) fn backward(
         &self,
-        w: &Unit,
+        c: Context,
         x: &Tensor,
         rstd: &Tensor,
         dy: &Tensor,
@@ -48,10 +55,12 @@ impl Norm {
         grads: &mut Gradients,
     ) {
         let mut dw = grads.vector_mut(self.weight);
-        if self.tensor.rank() > 0 {
+        if self.is_per_head && c.tensor.rank() > 0 {
             dw.clear();
         }
-        rmsnorm::backward(x, w.vector(self.weight), rstd, dy, dx, dw.reborrow());
-        self.tensor.sum_slice(dw);
+        rmsnorm::backward(x, c.w.vector(self.weight), rstd, dy, dx, dw.reborrow());
+        if self.is_per_head {
+            c.tensor.sum_slice(dw);
+        }
     }
 }

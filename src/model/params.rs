@@ -1,8 +1,8 @@
 //! THE parameter table: every parameter of a model with its name, shape, sharding, memory layout and initialization.
 //! Loading, initialization, sharding, the optimizer, checkpoints and export all read this one list.
 
-use super::arch::{Arch, EMBEDDING, Head};
-use super::part::{Dim, TensorPart};
+use super::arch::Head;
+use super::part::{Cut, TensorPart};
 use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
 use std::collections::HashMap;
@@ -30,8 +30,8 @@ pub struct ParamSpec {
     pub name: String,
     /// (outputs, inputs ...) of a matrix, (elements) of a vector: this rank's part.
     pub shape: Vec<usize>,
-    /// The shape of the whole parameter, as in the files of a model.
-    pub full: Vec<usize>,
+    /// How the ranks of the tensor axis share each dim of the whole parameter.
+    pub cuts: Vec<Cut>,
     /// The rows (for a vector: elements) of the whole that this rank holds, in its order.
     pub rows: Vec<Range<usize>>,
     /// The columns of the whole that this rank holds; 0..1 for a vector.
@@ -58,10 +58,18 @@ impl ParamSpec {
         }
     }
 
+    /// The shape of the whole parameter, as in the files of a model.
+    pub(super) fn full(&self) -> Vec<usize> {
+        self.cuts.iter().map(|cut| cut.size()).collect()
+    }
+
     /// (rows, columns) of the whole parameter. The elements of a vector are rows of one column.
     pub(super) fn full_dims(&self) -> (usize, usize) {
-        let (n, inner) = self.full.split_first().map_or((1, &[][..]), |(n, inner)| (*n, inner));
-        (n, inner.iter().product())
+        match self.cuts[..] {
+            [] => (1, 1),
+            [n] => (n.size(), 1),
+            [n, ref inner @ ..] => (n.size(), inner.iter().map(|cut| cut.size()).product()),
+        }
     }
 
     /// Elements without padding.
@@ -111,94 +119,39 @@ pub struct ParamTable {
     len: usize,
     part: TensorPart,
     device: Device,
+    /// Standard deviation of new matrices.
+    init_std: f32,
 }
 
 impl ParamTable {
-    /// The whole model on one rank.
-    pub fn new(arch: &Arch, head: Head) -> Self {
-        Self::on(Device::Cpu, arch, head, TensorPart::whole())
-    }
-
-    /// The part of a rank of the tensor axis, laid out for a device. On a GPU all matrices are in row layout.
-    ///
-    /// # Panics
-    /// If the architecture cannot be split into this many parts (`Arch::check_tensor`).
-    pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
-        if let Err(error) = arch.check_tensor(part.size) {
-            panic!("{error}");
-        }
+    /// A table without parameters, for the part of a rank of the tensor axis, laid out for a device.
+    pub(super) fn empty(device: Device, head: Head, part: TensorPart, init_std: f32) -> Self {
         let (specs, by_name, units) = (Vec::new(), HashMap::new(), Vec::new());
-        let mut table = Self { head, specs, by_name, units, len: 0, part, device };
-        let normal = Init::Normal { std: arch.init_std };
-        let matrix = [Dim::Vocabulary, Dim::Whole(arch.width)];
-        // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
-        let is_multiplied = arch.tied && head == Head::LanguageModel;
-        table.add(arch, EMBEDDING, &matrix, if is_multiplied { Layout::Panel } else { Layout::Row }, normal);
-        table.end_unit();
-        for layer in 0..arch.layers {
-            table.add_layer(arch, &format!("model.layers.{layer}"));
-            table.end_unit();
-        }
-        table.add_norm(arch, "model.norm", arch.width);
-        match head {
-            Head::LanguageModel if arch.tied => {}
-            Head::LanguageModel => table.add(arch, &arch.head_name(head), &matrix, Layout::Panel, normal),
-            Head::Value => {
-                let init = Init::Normal { std: 1.0 / (arch.width as f32 + 1.0) };
-                table.add(arch, &arch.head_name(head), &[Dim::Whole(1), matrix[1]], Layout::Row, init);
-            }
-        }
-        table.end_unit();
-        table
+        Self { head, specs, by_name, units, len: 0, part, device, init_std }
     }
 
-    fn add_layer(&mut self, arch: &Arch, layer: &str) {
-        let hidden = Dim::Whole(arch.width);
-        self.add_norm(arch, &format!("{layer}.input_layernorm"), arch.width);
-        for (name, outputs) in [("q_proj", Dim::Heads), ("k_proj", Dim::KvHeads), ("v_proj", Dim::KvHeads)] {
-            self.add_linear(arch, &format!("{layer}.self_attn.{name}"), [outputs, hidden], arch.qkv_bias);
-        }
-        for name in ["q_norm", "k_norm"].into_iter().filter(|_| arch.qk_norm) {
-            self.add_norm(arch, &format!("{layer}.self_attn.{name}"), arch.head_dim);
-        }
-        self.add_linear(arch, &format!("{layer}.self_attn.o_proj"), [hidden, Dim::Heads], arch.o_bias);
-        self.add_norm(arch, &format!("{layer}.post_attention_layernorm"), arch.width);
-        for name in ["gate_proj", "up_proj"] {
-            self.add_linear(arch, &format!("{layer}.mlp.{name}"), [Dim::Mlp, hidden], arch.mlp_bias);
-        }
-        self.add_linear(arch, &format!("{layer}.mlp.down_proj"), [hidden, Dim::Mlp], arch.mlp_bias);
+    /// The initial values of a matrix.
+    pub(super) fn normal(&self) -> Init {
+        Init::Normal { std: self.init_std }
     }
 
-    fn add_norm(&mut self, arch: &Arch, name: &str, width: usize) {
-        self.add(arch, &format!("{name}.weight"), &[Dim::Whole(width)], Layout::Row, Init::Ones);
-    }
-
-    /// Adds a matrix of outputs and inputs, and its bias if it has one. The bias is sharded with the outputs. If the
-    /// inputs are sharded, it is added once, after the sum over ranks.
-    fn add_linear(&mut self, arch: &Arch, name: &str, dims: [Dim; 2], bias: bool) {
-        let init = Init::Normal { std: arch.init_std };
-        self.add(arch, &format!("{name}.weight"), &dims, Layout::Panel, init);
-        if bias {
-            self.add(arch, &format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros);
-        }
-    }
-
-    /// Adds a vector or a matrix. At most one of its dims is sharded.
-    fn add(&mut self, arch: &Arch, name: &str, dims: &[Dim], layout: Layout, init: Init) {
-        let (n, rows) = dims[0].held(arch, self.part);
-        let (k, columns) = dims.get(1).unwrap_or(&Dim::Whole(1)).held(arch, self.part);
+    /// Adds a vector or a matrix. At most one of its dims is sharded. On a GPU all matrices are in row layout.
+    pub(super) fn add(&mut self, name: &str, dims: &[Cut], layout: Layout, init: Init) -> ParamId {
+        let rows = dims[0].held(self.part);
+        let columns = dims.get(1).unwrap_or(&Cut::Whole(1)).held(self.part);
         let [columns] = &columns[..] else { unreachable!("columns in {} pieces", columns.len()) };
         let columns = columns.clone();
-        let copies = dims.iter().map(|dim| dim.copies(arch, self.part)).min().unwrap_or(1);
+        let copies = dims.iter().map(|dim| dim.copies(self.part.size)).min().unwrap_or(1);
         let held = [rows.iter().map(Range::len).sum(), columns.len()];
         let layout = layout.on(self.device);
         let len = layout.len(held[0], held[1]);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
-        self.by_name.insert(name.to_owned(), ParamId(self.specs.len()));
+        let id = ParamId(self.specs.len());
+        self.by_name.insert(name.to_owned(), id);
         self.specs.push(ParamSpec {
             name: name.to_owned(),
             shape: held[..dims.len()].to_vec(),
-            full: [n, k][..dims.len()].to_vec(),
+            cuts: dims.to_vec(),
             rows,
             columns,
             copies,
@@ -209,9 +162,20 @@ impl ParamTable {
             len,
         });
         self.len += len;
+        id
     }
 
-    fn end_unit(&mut self) {
+    /// Whether both tables list the same parameters at the same places.
+    pub(super) fn is_laid_out_as(&self, other: &Self) -> bool {
+        let places = |table: &Self| (table.part, table.device, table.head, table.units.clone());
+        let same = |(a, b): (&ParamSpec, &ParamSpec)| {
+            (&a.name, &a.cuts, a.layout, a.offset) == (&b.name, &b.cuts, b.layout, b.offset)
+        };
+        places(self) == places(other) && self.specs.iter().zip(&other.specs).all(same)
+    }
+
+    /// Ends a unit: the parameters since the one before.
+    pub(super) fn end_unit(&mut self) {
         let start = self.units.last().map_or(0, |unit| unit.end);
         self.units.push(start..self.len);
     }
@@ -268,14 +232,6 @@ impl ParamTable {
 
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.by_name.get(name).copied()
-    }
-
-    /// The parameter with this name.
-    ///
-    /// # Panics
-    /// If there is none.
-    pub(super) fn id(&self, name: &str) -> ParamId {
-        self.find(name).unwrap_or_else(|| panic!("the table has no {name}"))
     }
 
     /// The flat ranges of the units, which are gathered and reduced one at a time: the embedding, each layer, the final

@@ -1,12 +1,10 @@
-//! The part of each parameter that a rank of the tensor axis holds, derived from the architecture alone.
+//! The part of each parameter that a rank of the tensor axis holds.
 //!
 //! With T ranks, rank r holds heads/T query heads, their key/value heads, an even share of the MLP's width and of the
 //! vocabulary. A matrix is split by rows if its outputs are sharded, and by columns if its inputs are
 //! (arXiv:1909.08053, section 3).
 
-use super::arch::Arch;
 use crate::comm::Group;
-use crate::error::{Error, Result};
 use crate::tensor::PANEL;
 use std::ops::Range;
 
@@ -21,12 +19,6 @@ impl TensorPart {
     /// The whole model on one rank.
     pub fn whole() -> Self {
         Self { rank: 0, size: 1 }
-    }
-
-    /// The part of the rank, among `size`, with the largest share of a model's matrices.
-    pub fn fullest(arch: &Arch, size: usize) -> Self {
-        let share = |part: &Self| part.range(arch.mlp_width).len() * arch.layers + part.range(arch.vocabulary).len();
-        (0..size).map(|rank| Self { rank, size }).max_by_key(share).unwrap_or_else(Self::whole)
     }
 
     /// The part of a rank of the tensor axis.
@@ -45,140 +37,97 @@ impl TensorPart {
     pub fn widest(self, n: usize) -> usize {
         (0..self.size).map(|rank| Self { rank, ..self }.range(n).len()).max().unwrap_or(n)
     }
-
-    /// This rank's query heads.
-    pub fn heads(self, arch: &Arch) -> Range<usize> {
-        let local = arch.heads / self.size;
-        self.rank * local..(self.rank + 1) * local
-    }
-
-    /// The global index of each local key/value head. With hl local query heads and G query heads per key/value head,
-    /// g = gcd(hl, G) query heads share a local one: local head i is head (r hl + i g) / G. So every head has exactly
-    /// G / g copies over all ranks. One rank may hold two of them.
-    pub fn kv_heads(self, arch: &Arch) -> Vec<usize> {
-        let (heads, group) = (self.heads(arch), arch.heads / arch.kv_heads);
-        let shared = gcd(heads.len(), group);
-        (0..heads.len() / shared).map(|i| (heads.start + i * shared) / group).collect()
-    }
-
-    /// The number of copies of each key/value head.
-    pub fn kv_copies(self, arch: &Arch) -> usize {
-        let group = arch.heads / arch.kv_heads;
-        group / gcd(arch.heads / self.size, group)
-    }
 }
 
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-impl Arch {
-    /// The sizes of the tensor axis that this architecture allows, ascending.
-    pub fn tensor_sizes(&self) -> Vec<usize> {
-        let most = self.heads.min(self.vocabulary).min(self.mlp_width);
-        (1..=most).filter(|&size| self.heads.is_multiple_of(size)).collect()
-    }
-
-    /// Rejects a size of the tensor axis that this architecture does not allow.
-    ///
-    /// # Errors
-    /// `Usage`, naming the allowed sizes.
-    pub fn check_tensor(&self, size: usize) -> Result<()> {
-        self.check_tensor_where(size, |_| true)
-    }
-
-    /// The same. The hint names only the allowed sizes that are also `possible`.
-    ///
-    /// # Errors
-    /// The errors of `check_tensor`.
-    pub fn check_tensor_where(&self, size: usize, possible: impl Fn(usize) -> bool) -> Result<()> {
-        let mut works = self.tensor_sizes();
-        if works.contains(&size) {
-            return Ok(());
-        }
-        works.retain(|&size| possible(size));
-        let Self { heads, vocabulary, mlp_width, .. } = self;
-        let message = if size == 0 || !heads.is_multiple_of(size) {
-            format!("tensor = {size} does not divide the model's {heads} attention heads")
-        } else {
-            format!("tensor = {size} is larger than the model's vocabulary ({vocabulary}) or MLP width ({mlp_width})")
-        };
-        let any_of = if works.len() == 1 { "" } else { "one of " };
-        let works: Vec<String> = works.iter().map(usize::to_string).collect();
-        Err(Error::usage(message).hint(format!("set tensor to {any_of}{}", works.join(", "))))
-    }
-}
-
-/// The meaning of a matrix's rows or columns. The elements of a vector count as rows.
+/// How the ranks of the tensor axis share a dim of a tensor, with its sizes. The elements of a vector are one dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Dim {
-    Heads,
-    KvHeads,
-    Mlp,
-    Vocabulary,
-    /// The hidden state, or another dim that is never sharded, with this size.
+pub enum Cut {
+    /// Heads of `head_dim` elements, one for every `group` of the `queries` query heads. Each rank has equally many
+    /// query heads, and the heads that they use.
+    Heads { queries: usize, group: usize, head_dim: usize },
+    /// Even shares (`TensorPart::range`).
+    Even(usize),
+    /// Even shares of the vocabulary.
+    Vocabulary(usize),
+    /// All on every rank.
     Whole(usize),
 }
 
-impl Dim {
-    /// The size in the whole model, and the ranges that a rank holds, in its order.
-    pub(super) fn held(self, arch: &Arch, part: TensorPart) -> (usize, Vec<Range<usize>>) {
-        let e = arch.head_dim;
-        let (whole, held) = match self {
-            Self::Heads => (arch.q_width(), part.heads(arch).start * e..part.heads(arch).end * e),
-            Self::Mlp => (arch.mlp_width, part.range(arch.mlp_width)),
-            Self::Vocabulary => (arch.vocabulary, part.range(arch.vocabulary)),
-            Self::Whole(n) => (n, 0..n),
-            Self::KvHeads => {
+impl Cut {
+    /// The size in the whole model.
+    pub fn size(self) -> usize {
+        match self {
+            Self::Heads { queries, group, head_dim } => queries / group * head_dim,
+            Self::Even(n) | Self::Vocabulary(n) | Self::Whole(n) => n,
+        }
+    }
+
+    /// The global index of each local head. With hl local query heads and G query heads per head, g = gcd(hl, G) query
+    /// heads share a local one: local head i is head (r hl + i g) / G. So every head has exactly G / g copies over all
+    /// ranks. One rank may hold two of them. Other cuts have no heads.
+    pub fn heads(self, part: TensorPart) -> Vec<usize> {
+        let Self::Heads { queries, group, .. } = self else { return Vec::new() };
+        let local = queries / part.size;
+        let shared = gcd(local, group);
+        (0..local / shared).map(|i| (part.rank * local + i * shared) / group).collect()
+    }
+
+    /// The ranges that a rank holds, in its order.
+    pub fn held(self, part: TensorPart) -> Vec<Range<usize>> {
+        match self {
+            Self::Even(n) | Self::Vocabulary(n) => vec![part.range(n)],
+            Self::Whole(n) => vec![TensorPart::whole().range(n)],
+            Self::Heads { head_dim: e, .. } => {
                 let mut held: Vec<Range<usize>> = Vec::new();
-                for head in part.kv_heads(arch) {
+                for head in self.heads(part) {
                     match held.last_mut() {
                         Some(last) if last.end == head * e => last.end += e,
                         _ => held.push(head * e..(head + 1) * e),
                     }
                 }
-                return (arch.kv_width(), held);
+                held
             }
-        };
-        (whole, vec![held])
-    }
-
-    /// The number of copies of each element over all ranks.
-    pub(super) fn copies(self, arch: &Arch, part: TensorPart) -> usize {
-        match self {
-            Self::Whole(_) => part.size,
-            Self::KvHeads => part.kv_copies(arch),
-            _ => 1,
         }
     }
+
+    /// The number of elements that a rank holds.
+    pub fn len(self, part: TensorPart) -> usize {
+        self.held(part).iter().map(Range::len).sum()
+    }
+
+    /// The number of copies of each element over all `size` ranks.
+    pub fn copies(self, size: usize) -> usize {
+        match self {
+            Self::Heads { queries, group, .. } => group / gcd(queries / size, group),
+            Self::Even(_) | Self::Vocabulary(_) => 1,
+            Self::Whole(_) => size,
+        }
+    }
+}
+
+pub(super) fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn arch(heads: usize, kv_heads: usize) -> Arch {
-        let config = serde_json::json!({
-            "model_type": "llama", "hidden_size": 8 * heads, "intermediate_size": 100, "num_hidden_layers": 1,
-            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 50
-        });
-        Arch::from_config(config.as_object().expect("an object")).expect("a known family")
-    }
-
     #[test]
     fn every_query_head_has_its_key_head_and_all_copies_are_equally_many() {
         for (heads, kv_heads) in [(12, 3), (8, 1), (8, 2), (8, 8), (32, 8), (28, 4), (6, 3), (12, 12)] {
-            let arch = arch(heads, kv_heads);
-            for size in (1..=heads).filter(|&size| arch.check_tensor(size).is_ok()) {
+            let cut = |group| Cut::Heads { queries: heads, group, head_dim: 8 };
+            let (queries, keys) = (cut(1), cut(heads / kv_heads));
+            for size in (1..=heads).filter(|&size| heads.is_multiple_of(size)) {
                 let mut held = vec![0; kv_heads];
                 for rank in 0..size {
                     let part = TensorPart { rank, size };
-                    let (local, kv) = (part.heads(&arch), part.kv_heads(&arch));
+                    let (local, kv) = (queries.heads(part), keys.heads(part));
                     for &head in &kv {
                         held[head] += 1;
                     }
                     let sharing = local.len() / kv.len();
-                    for (i, head) in local.enumerate() {
+                    for (i, head) in local.into_iter().enumerate() {
                         assert_eq!(
                             kv[i / sharing],
                             head / (heads / kv_heads),
@@ -186,7 +135,7 @@ mod tests {
                         );
                     }
                 }
-                let copies = TensorPart { rank: 0, size }.kv_copies(&arch);
+                let copies = keys.copies(size);
                 assert_eq!(held, vec![copies; kv_heads], "{heads}/{kv_heads} over {size}");
             }
         }
@@ -208,18 +157,5 @@ mod tests {
                 assert_eq!(end, n);
             }
         }
-    }
-
-    #[test]
-    fn a_size_that_cannot_work_is_refused_with_those_that_can() {
-        let arch = arch(12, 3);
-        let error = arch.check_tensor(8).expect_err("8 does not divide 12");
-        assert!(error.message.contains("12 attention heads"), "{error}");
-        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4, 6, 12"));
-        assert!(arch.check_tensor(0).is_err() && arch.check_tensor(6).is_ok());
-        let narrow = Arch { vocabulary: 5, ..arch };
-        let error = narrow.check_tensor(6).expect_err("5 tokens over 6 ranks");
-        assert!(error.message.contains("vocabulary (5)"), "{error}");
-        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4"));
     }
 }

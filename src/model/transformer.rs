@@ -1,8 +1,9 @@
 //! The transformer that training, scoring and rollout share. Only the source of attention's keys differs.
 
-use super::arch::{self, Arch};
-use super::attention::{Context, LayerKeys};
+use super::arch::Arch;
 use super::block::{Block, BlockSaved, Keep};
+use super::context::{Context, LayerKeys};
+use super::layers::Layers;
 use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
@@ -55,6 +56,7 @@ pub struct Transformer {
     blocks: Vec<Block>,
     /// The norm after the last block.
     norm: Norm,
+    ring: Ring,
     rope: Arc<RopeTable>,
     device: Device,
 }
@@ -104,18 +106,20 @@ impl Transformer {
     /// # Panics
     /// If the table lists another rank's parts.
     pub fn for_axes(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
-        let (tensor, ring) = (&axes.tensor, Ring::new(axes));
-        assert_eq!(table.tensor_part(), TensorPart::from_group(tensor), "the table must list this rank's part");
-        let embedding = table.id(arch::EMBEDDING);
+        let (device, part) = (table.device(), TensorPart::from_group(&axes.tensor));
+        let (own, layers) = ParamTable::with_layers(device, arch, table.head(), part);
+        assert!(own.is_laid_out_as(table), "the table must list this rank's part");
+        let Layers { embedding, blocks, norm, head } = layers;
         Self {
             arch: arch.clone(),
             embedding,
-            head: table.find(&arch.head_name(table.head())).unwrap_or(embedding),
-            tensor: tensor.clone(),
-            blocks: (0..arch.layers).map(|layer| Block::new(arch, table, layer, tensor, &ring)).collect(),
-            norm: Norm::new(table, "model.norm", arch.norm_eps),
+            head,
+            tensor: axes.tensor.clone(),
+            blocks,
+            norm,
+            ring: Ring::new(axes),
             rope: rope_table(arch),
-            device: table.device(),
+            device,
         }
     }
 
@@ -251,7 +255,7 @@ impl Transformer {
         grads.begin(last);
         let unit = w.unit(last);
         self.prefetch_backward(w);
-        self.norm.backward(&unit, &x, &rstd, &dhidden, &mut dx, grads);
+        self.norm.backward(self.context(&unit, positions), &x, &rstd, &dhidden, &mut dx, grads);
         drop(unit);
         grads.finish(last);
         drop((x, dhidden));
@@ -322,7 +326,7 @@ impl Transformer {
     }
 
     fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
-        Context { w, positions, rope: &self.rope }
+        Context { w, positions, rope: &self.rope, tensor: &self.tensor, ring: &self.ring }
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {
@@ -342,13 +346,14 @@ fn rope_table(arch: &Arch) -> Arc<RopeTable> {
     type Shared = ((Rope, usize, usize, Option<ThreadId>), Weak<RopeTable>);
     static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
     // Those of a null device have no angles.
-    let key = (arch.rope.clone(), arch.head_dim, arch.context, null::is_active().then(|| std::thread::current().id()));
+    let head_dim = arch.blocks[0].attention().head_dim;
+    let key = (arch.rope.clone(), head_dim, arch.context, null::is_active().then(|| std::thread::current().id()));
     let mut tables = lock(&TABLES);
     tables.retain(|(_, table)| table.strong_count() > 0);
     if let Some(table) = tables.iter().find(|(k, _)| *k == key).and_then(|(_, table)| table.upgrade()) {
         return table;
     }
-    let frequencies = arch.rope.inverse_frequencies(arch.head_dim);
+    let frequencies = arch.rope.inverse_frequencies(head_dim);
     let table = Arc::new(RopeTable::new(&frequencies, arch.rope.attention_factor(), arch.context));
     tables.push((key, Arc::downgrade(&table)));
     table

@@ -4,7 +4,7 @@
 //! Keys are walked in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
 //! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
 
-pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, pairs};
+pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, flops, pairs};
 use super::attention_shape::{check, check_heads, delta, note_backward, note_pairs};
 use super::ring_attention::Steps;
 use super::rope::{self, RopeTable};

@@ -34,15 +34,20 @@ pub fn pairs(past: usize, tokens: usize, window: Option<usize>) -> f64 {
     sum(growing) - sum(past) + (past + tokens - growing) as f64 * window as f64
 }
 
+/// FLOPs of a forward: q k^T and p v are two each, for every (query, key) pair and column of q.
+pub fn flops(q_width: usize, pairs: f64) -> f64 {
+    4.0 * q_width as f64 * pairs
+}
+
 /// Notes the forward of attention for a plan, from the number of (query, key) pairs and the `bytes` of keys and values
-/// read. q k^T and p v are two FLOPs each for every pair and column of q.
+/// read.
 pub(super) fn note_pairs(shape: &AttentionShape, pairs: f64, bytes: f64) {
-    null::note(null::ATTENTION, 4.0 * (shape.heads * shape.head_dim) as f64 * pairs, bytes);
+    null::note(null::ATTENTION, flops(shape.heads * shape.head_dim, pairs), bytes);
 }
 
 /// Notes the backward: four more products for the same pairs.
 pub(super) fn note_backward(shape: &AttentionShape, pairs: f64) {
-    null::note(null::ATTENTION_BACKWARD, 8.0 * (shape.heads * shape.head_dim) as f64 * pairs, 0.0);
+    null::note(null::ATTENTION_BACKWARD, 2.0 * flops(shape.heads * shape.head_dim, pairs), 0.0);
 }
 
 #[cfg(test)]

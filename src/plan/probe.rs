@@ -4,13 +4,15 @@
 
 use super::devices::{Device, Efficiency, Latency};
 use super::job::Job;
-use super::synthetic::{self, Matrix, Measure, attention_shape, filled, packed_attention};
+use super::synthetic::{self, Matrix, Measure, filled, packed_attention};
 use crate::comm::{Group, World};
 use crate::config::job::Recompute;
 use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
-use crate::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, init, packed_positions};
+use crate::model::{
+    Arch, Gradients, Head, Keys, Saved, TensorPart, Transformer, Weights, cost, init, packed_positions,
+};
 use crate::ops::adamw;
 use crate::ops::attention::{self, PAGE, PagedSequence};
 use crate::ops::matmul::{self, Into};
@@ -171,15 +173,11 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(job: &'a Job, device: &'a Device) -> Self {
         let (actor, dtype) = (job.archs.actor(), job.config.model.dtype());
-        let layer = actor.width * (2 * actor.q_width() + 2 * actor.kv_width() + 3 * actor.mlp_width);
-        let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.layers);
-        let arch = Arch {
-            layers,
-            vocabulary: actor.vocabulary.min(512),
-            windows: actor.windows[..layers].to_vec(),
-            ..actor.clone()
-        };
-        let per_token = 8.0 * (layers * layer) as f64;
+        let layer = cost::layer_elements(actor, &actor.blocks[0]);
+        let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.blocks.len());
+        let blocks = actor.blocks[..layers].to_vec();
+        let arch = Arch { blocks, vocabulary: actor.vocabulary.min(512), ..actor.clone() };
+        let per_token = 8.0 * cost::elements(&arch) as f64;
         let tokens = ((FLOPS / per_token) as usize).max(TOKENS_MIN);
         let (prompt, response) = job.rows.mean();
         let length = ((prompt + response).round() as usize).clamp(1, tokens);
@@ -211,12 +209,12 @@ impl<'a> Bench<'a> {
     fn efficiency(&self) -> Efficiency {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
-        let layers = self.arch.layers as f64;
+        let layers = self.arch.blocks.len() as f64;
         let is_kept = matches!(self.job.config.gradient.recompute, Recompute::Auto | Recompute::None);
         let forwards = if is_kept { 1.0 } else { 2.0 };
         let share = |[spent, floor]: [f64; 2], others_s: f64| (floor / (spent - others_s).max(1e-9)).clamp(0.01, 1.5);
-        let (window, packed) = (self.arch.windows[0], [self.rows, self.length]);
-        let [attention, backward] = self.both(|measure| packed_attention(&self.arch, window, packed, measure));
+        let (layer, packed) = (self.arch.blocks[0].attention(), [self.rows, self.length]);
+        let [attention, backward] = self.both(|measure| packed_attention(layer, packed, measure));
         let attention_s = attention[0] * layers;
         let score = share(self.pass(&model, &weights, None), attention_s);
         let grads = Some(Gradients::new(weights.table.clone()));
@@ -280,8 +278,9 @@ impl<'a> Bench<'a> {
             let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
-        let shape = attention_shape(&self.arch, self.arch.windows[0]);
-        let (q, mut o) = (filled(batch, self.arch.q_width()), Tensor::zeros(batch, self.arch.q_width()));
+        let layer = self.arch.blocks[0].attention();
+        let (shape, width) = (layer.shape(TensorPart::whole()), layer.q_width());
+        let (q, mut o) = (filled(batch, width), Tensor::zeros(batch, width));
         let paged = sequences.as_slice().into();
         let attention_s =
             median(cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &paged, &shape, &mut o))));
@@ -291,8 +290,8 @@ impl<'a> Bench<'a> {
         let (x, mut y) = (filled(batch, width), Tensor::zeros(batch, matrix.n));
         let head = self.measured(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
         // A few layers, and a part of the head, were measured.
-        let layers = self.arch.layers as f64;
-        let (more, wider) = (self.whole.layers as f64 / layers, vocabulary as f64 / matrix.n as f64);
+        let layers = self.arch.blocks.len() as f64;
+        let (more, wider) = (self.whole.blocks.len() as f64 / layers, vocabulary as f64 / matrix.n as f64);
         let body = [(whole - attention_s * layers).max(1e-9), body];
         let products = [0, 1].map(|i| body[i] * more + head[i] * wider);
         (products, [attention_s, seen])

@@ -1,9 +1,9 @@
 //! Tensors and matrices with synthetic values, for measuring kernels.
 
 use crate::device::null;
-use crate::model::Arch;
+use crate::model::{AttentionSpec, TensorPart};
 use crate::ops::adamw::Update;
-use crate::ops::attention::{self, AttentionShape};
+use crate::ops::attention;
 use crate::ops::linear_logprob;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Slice, Tensor, Weight, WeightMut};
@@ -27,22 +27,16 @@ pub fn fill(values: &mut [f32]) {
 pub const UPDATE: Update =
     Update { lr: 1e-6, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.1, bias2: 0.05, grad_scale: 1.0 };
 
-/// The attention of a layer.
-pub fn attention_shape(arch: &Arch, window: Option<usize>) -> AttentionShape {
-    let Arch { heads, kv_heads, head_dim, .. } = *arch;
-    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
-}
-
 /// Measures a workload, given the operation in it by its name on a null device.
 pub type Measure<'a> = dyn FnMut(&'static str, &mut dyn FnMut()) + 'a;
 
 /// Attention of a layer over `rows` sequences of `length` tokens each, packed: forward, then backward.
-pub fn packed_attention(arch: &Arch, window: Option<usize>, [rows, length]: [usize; 2], measure: &mut Measure) {
-    let (t, shape) = (rows * length, attention_shape(arch, window));
+pub fn packed_attention(layer: &AttentionSpec, [rows, length]: [usize; 2], measure: &mut Measure) {
+    let (t, shape) = (rows * length, layer.shape(TensorPart::whole()));
     let ends: Vec<usize> = (0..=rows).map(|i| i * length).collect();
-    let (qw, kvw) = (arch.q_width(), arch.kv_width());
+    let (qw, kvw) = (layer.q_width(), layer.kv_width());
     let (q, k, v, d_o) = (filled(t, qw), filled(t, kvw), filled(t, kvw), filled(t, qw));
-    let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads));
+    let (mut o, mut lse) = (Tensor::zeros(t, qw), Tensor::zeros(t, layer.heads));
     let packed = ends.as_slice().into();
     measure(null::ATTENTION, &mut || {
         attention::forward_packed(&q, &k, &v, &packed, &shape, &mut o, &mut lse);

@@ -243,7 +243,8 @@ impl Run<'_> {
         }
         let transformer = self.model.transformer;
         // The most that a rank has of them, as all ranks must have the same graphs.
-        let kv_heads = transformer.arch.kv_heads.div_ceil(transformer.tensor().size());
+        let kv_heads = transformer.arch.attentions().map(|layer| layer.kv_heads).max().unwrap_or(1);
+        let kv_heads = kv_heads.div_ceil(transformer.tensor().size());
         let multiprocessors = self.decoder().multiprocessors;
         shape.longest =
             is_split_best(shape.rows, kv_heads, longest, multiprocessors).then(|| longest.next_power_of_two());

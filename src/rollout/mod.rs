@@ -24,7 +24,7 @@ pub use run::{Hooks, Model, Outcome, Progress, Queue};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Prompt, Response};
-use crate::model::{Arch, TensorPart};
+use crate::model::{Arch, TensorPart, cost};
 use crate::ops::sample::SampleParams;
 use crate::rng::Rng;
 use crate::tensor::DType::Bf16;
@@ -195,8 +195,7 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
 /// tables, and logits that are changed before sampling if they `are_edited`.
 pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize, are_edited: bool) -> u64 {
     let (part, rows) = (TensorPart::fullest(arch, tensor), samples.min(rollout.batch_max));
-    let (queries, keys) = (part.heads(arch).len() * arch.head_dim, part.kv_heads(arch).len() * arch.head_dim);
-    let row = 3 * arch.width + 2 * queries + 2 * keys + 3 * part.range(arch.mlp_width).len();
+    let row = cost::forward_values(arch, part);
     let logits = part.range(arch.vocabulary).len() * size_of::<f32>();
     // `rows` of the tokens go through the head.
     let forward = |tokens: usize| tokens * row * Bf16.bytes() + rows * (arch.width * Bf16.bytes() + logits);

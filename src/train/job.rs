@@ -496,7 +496,7 @@ impl<J: Job> Opened<J> {
 /// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.
 fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f64 {
     let cost = Cost::from_arch(arch);
-    let forward: f64 = lengths.iter().map(|&tokens| 2.0 * (cost.row(tokens) * arch.width) as f64).sum();
+    let forward: f64 = lengths.iter().map(|&tokens| cost.flops(tokens)).sum();
     let old = shape.has_rollout() && run.recomputes_old_logprobs();
     let forwards =
         usize::from(shape.has_rollout()) + usize::from(old) + shape.scored + 3 * shape.epochs * shape.trained;

@@ -101,7 +101,7 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
 fn a_layer_that_is_computed_again_leaves_out_its_last_product_and_has_the_same_gradients() {
     let Some(on) = Fast::on() else { return };
     for arch in [model::llama(), model::qwen3()] {
-        let (layers, qkv) = (arch.layers as u64, 3);
+        let (layers, qkv) = (arch.blocks.len() as u64, 3);
         let before = on.gpu.counts.within.get();
         let [kept, again] = [false, true].map(|recompute| {
             let mut gradients = Vec::new();

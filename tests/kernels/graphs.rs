@@ -12,7 +12,7 @@ use rlhf_hpc::device::cuda::{Stream, gpu};
 use rlhf_hpc::error::Error;
 use rlhf_hpc::experience::Response;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::Arch;
+use rlhf_hpc::model::{Arch, Mixer};
 use rlhf_hpc::rollout::{Hooks, Outcome, Request};
 use rlhf_hpc::tensor::{DType, Tensor};
 use std::cell::Cell;
@@ -48,7 +48,12 @@ fn axes(world: &World) -> Axes {
 
 /// Heads for up to four ranks, of which pairs hold the same key/value head then.
 fn archs() -> [Arch; 2] {
-    [llama(), qwen3()].map(|arch| Arch { heads: 4, kv_heads: 2, ..arch })
+    let mut archs = [llama(), qwen3()];
+    for block in archs.iter_mut().flat_map(|arch| &mut arch.blocks) {
+        let Mixer::Attention(attention) = &mut block.mixer;
+        (attention.heads, attention.kv_heads) = (4, 2);
+    }
+    archs
 }
 
 /// With penalties, banned stop tokens, greedy rows and filters.

@@ -6,7 +6,8 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::model::params::ParamSpec;
 use rlhf_hpc::model::{
-    Arch, Gradients, Head, Keys, ParamTable, Saved, Shards, TensorPart, Transformer, Weights, init, packed_positions,
+    Arch, Gradients, Head, Keys, Mixer, ParamTable, Saved, Shards, TensorPart, Transformer, Weights, init,
+    packed_positions,
 };
 use rlhf_hpc::tensor::DType;
 use std::sync::Arc;
@@ -30,7 +31,8 @@ pub fn llama() -> Arch {
 /// Biases, qk-norm, tied embeddings and a window come from other families.
 pub fn qwen3() -> Arch {
     let mut arch = arch("qwen3", 2);
-    arch.windows[1] = Some(7);
+    let Mixer::Attention(attention) = &mut arch.blocks[1].mixer;
+    attention.window = Some(7);
     arch
 }
 

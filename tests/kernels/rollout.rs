@@ -304,7 +304,8 @@ fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_
 fn a_decoded_layer_is_eight_kernels() {
     let (gpu, _one) = device();
     let [one, two] = [1, 2].map(|layers| {
-        let (part, mut started) = (tiny(&Arch { layers, windows: vec![None; layers], ..llama() }), Vec::new());
+        let blocks = vec![llama().blocks[0]; layers];
+        let (part, mut started) = (tiny(&Arch { blocks, ..llama() }), Vec::new());
         let mut engine = part.engine(4, false);
         part.run_seen(None, &mut engine, &plain(4, |_| 4), &mut |_| started.push(gpu.counts.started.get()));
         started[2] - started[1]

@@ -1,18 +1,18 @@
 //! The operations one by one, on the shapes of a model, with data in the caches if it fits.
 
-use super::cost::Work;
 use super::measure::Meter;
 use super::models::Source;
 use crate::device::{Device, null};
 use crate::dtype::round_bf16;
-use crate::model::Arch;
+use crate::model::cost::{self, Work};
+use crate::model::{Arch, AttentionSpec, TensorPart};
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{norm, rmsnorm, zigzag};
-use crate::plan::synthetic::{self, Matrix, attention_shape, fill, filled};
+use crate::plan::synthetic::{self, Matrix, fill, filled};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Layout, SliceMut, Tensor, WeightMut};
 
@@ -28,9 +28,9 @@ const PAST: usize = 127;
 
 pub fn run(meter: &mut Meter, source: &Source) {
     let Source { arch, name, .. } = source;
-    let (d, f) = (arch.width, arch.mlp_width);
+    let (d, layer, f) = (arch.width, arch.blocks[0].attention(), arch.blocks[0].mlp().width);
     let mut shapes =
-        vec![(arch.q_width(), d), (arch.kv_width(), d), (d, arch.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
+        vec![(layer.q_width(), d), (layer.kv_width(), d), (d, layer.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
     shapes.sort_unstable();
     shapes.dedup();
     for (n, k) in shapes {
@@ -67,10 +67,16 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
     }
 }
 
+/// The attention of a layer, without its window.
+fn full_attention(arch: &Arch) -> AttentionSpec {
+    AttentionSpec { window: None, ..*arch.blocks[0].attention() }
+}
+
 fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
-    let flops = 4.0 * (arch.q_width() * BATCH) as f64 * attention::pairs(0, TOKENS, None);
+    let layer = full_attention(arch);
+    let flops = attention::flops(layer.q_width(), BATCH as f64 * attention::pairs(0, TOKENS, None));
     let cost = Work { attention: flops, ..Work::default() };
-    synthetic::packed_attention(arch, None, [BATCH, TOKENS], &mut |op, work| {
+    synthetic::packed_attention(&layer, [BATCH, TOKENS], &mut |op, work| {
         let is_forward = op == null::ATTENTION;
         let (what, cost) = if is_forward { ("attention", cost) } else { ("attention backward", cost + cost) };
         meter.short(&format!("{name} {what} {BATCH} x {TOKENS}"), Some(BATCH * TOKENS), cost, work);
@@ -79,19 +85,20 @@ fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {
 
 /// Attention of one rank of a ring, over all steps, for as many tokens as one sequence of `packed_attention`.
 fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
-    let (ends, shape) = ([0, BATCH * TOKENS], attention_shape(arch, None));
+    let (ends, layer) = ([0, BATCH * TOKENS], full_attention(arch));
+    let shape = layer.shape(TensorPart::whole());
     let Steps { steps, .. } = Steps::new(Device::Cpu, &ends, &shape, 0, size);
-    let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), arch.q_width(), arch.kv_width());
+    let (t, qw, kvw) = (zigzag::tokens(&ends, 0, size), layer.q_width(), layer.kv_width());
     let (q, d_o) = (filled(t, qw), filled(t, qw));
     let keys = |rank: usize| filled(zigzag::tokens(&ends, rank, size), kvw);
     // Rank 0 has its own keys first, then those of the last rank.
     let froms = (0..size).map(|s| (size - s) % size);
     let blocks: Vec<Tensor> = froms.clone().map(|rank| ring_attention::block(&keys(rank), &keys(rank))).collect();
-    let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, arch.heads), Tensor::zeros(t, qw));
+    let (mut o, mut lse, mut dq) = (Tensor::zeros(t, qw), Tensor::zeros(t, layer.heads), Tensor::zeros(t, qw));
     let queries = zigzag::pieces(&ends, 0, size);
     let passes = froms.flat_map(|from| zigzag::passes(&queries, &zigzag::pieces(&ends, from, size), &shape));
     let pairs: usize = passes.map(|pass| zigzag::pairs(&pass, &shape)).sum();
-    let cost = Work { attention: 4.0 * (qw * pairs) as f64, ..Work::default() };
+    let cost = Work { attention: attention::flops(qw, pairs as f64), ..Work::default() };
     let label = |what: &str| format!("{name} attention{what} of 1 of {size} x {}", ends[1]);
     meter.short(&label(""), Some(t), cost, || {
         for (step, block) in steps.iter().zip(&blocks) {
@@ -107,7 +114,8 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
 }
 
 fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
-    let shape = attention_shape(arch, None);
+    let layer = full_attention(arch);
+    let shape = layer.shape(TensorPart::whole());
     let pages = (PAST + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
     let mut cache = KvLayer::new(Device::Cpu, meter.dtype, DECODED * pages, &shape);
@@ -122,12 +130,12 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let sequences: Vec<PagedSequence> =
         tables.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
     let paged = sequences.as_slice().into();
-    let q = filled(DECODED, arch.q_width());
-    let mut o = Tensor::zeros(DECODED, arch.q_width());
+    let q = filled(DECODED, layer.q_width());
+    let mut o = Tensor::zeros(DECODED, layer.q_width());
     let keys = DECODED * (PAST + 1);
     let cost = Work {
-        attention: 4.0 * (arch.q_width() * keys) as f64,
-        bytes: (2 * keys * arch.kv_width() * KvLayer::value_bytes(Device::Cpu, meter.dtype)) as f64,
+        attention: attention::flops(layer.q_width(), keys as f64),
+        bytes: (2 * keys * layer.kv_width() * KvLayer::value_bytes(Device::Cpu, meter.dtype)) as f64,
         ..Work::default()
     };
     meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {
@@ -146,7 +154,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
 
 /// Memory-bound operations, compared with reading memory; data smaller than a cache may be faster.
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
-    let (t, d, f) = (BATCH * TOKENS, arch.width, arch.mlp_width);
+    let (t, d, f) = (BATCH * TOKENS, arch.width, arch.blocks[0].mlp().width);
     let mut stream = |what: &str, floats: usize, work: &mut dyn FnMut()| {
         meter.short(&format!("{name} {what}"), None, Work::from_bytes((floats * size_of::<f32>()) as f64, 0.0), work);
     };
@@ -162,7 +170,7 @@ fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     stream(&format!("swiglu {t} x {f}"), 3 * t * f, &mut || glu::forward(Activation::Silu, &gate, &up, &mut act));
     let backward = &mut || glu::backward(Activation::Silu, &gate, &up, &dact, &mut dgate, &mut dup);
     stream(&format!("swiglu backward {t} x {f}"), 5 * t * f, backward);
-    let n = arch.layers * (2 * d * arch.q_width() + 2 * d * arch.kv_width() + 3 * d * f);
+    let n = cost::elements(arch);
     let (mut p, mut g) = (Buffer::zeros(n), Buffer::scratch(n));
     let (mut m, mut v) = (Buffer::zeros(n), Buffer::zeros(n));
     fill(&mut g);

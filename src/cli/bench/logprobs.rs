@@ -1,10 +1,10 @@
 //! Log-probabilities over a large vocabulary: 4096 tokens, hidden size 512, vocabulary 151936. It measures seconds, and
 //! memory in addition to the weights and the input.
 
-use super::cost::Work;
 use super::measure::Meter;
 use super::models::tokens;
 use crate::error::Result;
+use crate::model::cost::Work;
 use crate::ops::linear_logprob;
 use crate::plan::synthetic::{Matrix, filled};
 use crate::sys::memory;

@@ -1,11 +1,11 @@
 //! The timer: medians of repeats with the machine's peaks sampled between them, and the lines that show them.
 
 use super::args::Args;
-use super::cost::Work;
 use crate::cli::out::say;
 use crate::device::cpu::peak;
 use crate::device::cpu::pool::pool;
 use crate::error::Result;
+use crate::model::cost::Work;
 use crate::sys::host::median;
 use crate::tensor::DType;
 use crate::tensor::arena::Buffer;

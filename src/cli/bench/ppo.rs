@@ -1,7 +1,6 @@
 //! One PPO step in this process: 32 prompts of 32 tokens, 64 new tokens each; actor, critic and reference; one epoch of
 //! one minibatch. The reward is the share of even tokens, a rule without cost.
 
-use super::cost::{self, Work};
 use super::measure::{Meter, medians_ms};
 use super::models::Source;
 use super::rollout::RolloutBench;
@@ -15,6 +14,7 @@ use crate::learn::packed::Tokens;
 use crate::learn::score;
 use crate::learn::{Learner, Role};
 use crate::metrics::keys;
+use crate::model::cost::{self, Work};
 use crate::model::{Arch, Head};
 use crate::tensor::DType;
 use crate::train::methods::update::Update;

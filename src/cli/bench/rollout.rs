@@ -1,13 +1,12 @@
 //! Sampling: 16 prompts of 64 tokens, 128 new tokens each, without early ends.
 
-use super::cost;
 use super::measure::Meter;
 use super::models::{Source, tokens};
 use crate::config::rollout::RolloutConfig;
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
 use crate::learn::Role;
-use crate::model::Head;
+use crate::model::{Head, cost};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Engine, Hooks, Model, Stop};
 use crate::sys::memory;

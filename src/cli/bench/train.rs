@@ -1,6 +1,5 @@
 //! One update: forward, cross-entropy, backward, clip, AdamW, on 8 sequences of 256 tokens.
 
-use super::cost;
 use super::measure::{Meter, medians_ms};
 use super::models::{Source, tokens};
 use crate::comm::Axes;
@@ -10,7 +9,7 @@ use crate::error::Result;
 use crate::learn::packed::PackedRow;
 use crate::learn::{Learner, Role};
 use crate::loss::token::cross_entropy;
-use crate::model::Head;
+use crate::model::{Head, cost};
 use std::ops::Range;
 
 const BATCH: usize = 8;

@@ -11,7 +11,7 @@ pub fn config(data: &[u8]) {
     let dir = place::path("c");
     drop((other_kind(&dir), weight_files(&dir), unapplied_sampling(&dir, &[("temperature", 1.0)])));
     let Ok(arch) = Arch::load(&dir) else { return };
-    if arch.layers < 100 {
+    if arch.blocks.len() < 100 {
         let head = arch.head;
         drop(load::open(Device::Cpu, &dir, arch, head, 0, TensorPart::whole()));
     }

@@ -1,9 +1,9 @@
 //! The measurements of `bench cuda`: each workload is compared with the GPU's own copy and GEMM, and with its target.
 
 use crate::cli::bench::args::Args;
-pub(super) use crate::cli::bench::cost::Work;
 use crate::cli::out::say;
 use crate::device::cuda::{Gpu, Memory, View, ViewMut};
+pub(super) use crate::model::cost::Work;
 use crate::sys::host::median;
 use crate::tensor::DType::{Bf16, F32};
 use serde_json::json;

@@ -2,7 +2,6 @@
 
 use super::bench::{Bench, Target, Work};
 use super::decode::weights;
-use crate::cli::bench::cost;
 use crate::cli::bench::models::{llama, tokens};
 use crate::cli::bench::train::{learner, update};
 use crate::comm::Axes;
@@ -11,7 +10,7 @@ use crate::device::cuda::fast;
 use crate::error::{Error, Result};
 use crate::learn::Role;
 use crate::learn::packed::PackedRow;
-use crate::model::{Arch, Head, ParamTable, TensorPart};
+use crate::model::{Arch, Head, ParamTable, TensorPart, cost};
 use crate::tensor::DType;
 use std::path::Path;
 use std::sync::Arc;

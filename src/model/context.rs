@@ -1,0 +1,25 @@
+//! The inputs that all layers of one forward share, or of its backward.
+
+use super::ring::Ring;
+use super::weights::Unit;
+use crate::comm::Group;
+use crate::ops::attention::{KvLayer, Packed, Paged};
+use crate::ops::rope::RopeTable;
+use crate::tensor::Indices;
+
+/// The source of one layer's keys.
+pub(super) enum LayerKeys<'a> {
+    Packed(&'a Packed<'a>),
+    Paged(&'a mut KvLayer, &'a Paged<'a>),
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Context<'a> {
+    pub w: &'a Unit<'a>,
+    pub positions: &'a Indices<'a>,
+    pub rope: &'a RopeTable,
+    /// The ranks that hold the other parts of each matrix.
+    pub tensor: &'a Group,
+    /// The ranks that hold the other tokens of each sequence.
+    pub ring: &'a Ring,
+}

@@ -1,0 +1,75 @@
+//! The layers of a model. Each declares its parameters, in the order of the table.
+
+use super::arch::{Arch, EMBEDDING, Head};
+use super::block::Block;
+use super::norm::Norm;
+use super::params::{Init, ParamId, ParamTable};
+use super::part::{Cut, TensorPart};
+use crate::device::Device;
+use crate::tensor::Layout;
+
+#[derive(Clone, Debug)]
+pub(super) struct Layers {
+    pub embedding: ParamId,
+    pub blocks: Vec<Block>,
+    /// The norm after the last block.
+    pub norm: Norm,
+    /// The language-model head (the embedding if tied), or the value head's vector.
+    pub head: ParamId,
+}
+
+impl Layers {
+    /// Declares embedding, layers, final norm and head. Each layer is a unit, and so are the embedding before them, and
+    /// the norm with the head after them.
+    pub(super) fn declare(table: &mut ParamTable, arch: &Arch) -> Self {
+        let (head, normal) = (table.head(), table.normal());
+        let matrix = [Cut::Vocabulary(arch.vocabulary), Cut::Whole(arch.width)];
+        // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
+        let is_multiplied = arch.tied && head == Head::LanguageModel;
+        let layout = if is_multiplied { Layout::Panel } else { Layout::Row };
+        let embedding = table.add(EMBEDDING, &matrix, layout, normal);
+        table.end_unit();
+        let block = |(layer, spec)| {
+            let block = Block::declare(table, arch, layer, spec);
+            table.end_unit();
+            block
+        };
+        let blocks = arch.blocks.iter().enumerate().map(block).collect();
+        let norm = Norm::declare(table, "model.norm", arch.width, arch.norm_eps);
+        let head = match head {
+            Head::LanguageModel if arch.tied => embedding,
+            Head::LanguageModel => table.add(&arch.head_name(head), &matrix, Layout::Panel, normal),
+            Head::Value => {
+                let init = Init::Normal { std: 1.0 / (arch.width as f32 + 1.0) };
+                table.add(&arch.head_name(head), &[Cut::Whole(1), matrix[1]], Layout::Row, init)
+            }
+        };
+        table.end_unit();
+        Self { embedding, blocks, norm, head }
+    }
+}
+
+impl ParamTable {
+    /// The whole model on one rank.
+    pub fn new(arch: &Arch, head: Head) -> Self {
+        Self::on(Device::Cpu, arch, head, TensorPart::whole())
+    }
+
+    /// The part of a rank of the tensor axis, laid out for a device.
+    ///
+    /// # Panics
+    /// If the architecture cannot be split into this many parts (`Arch::check_tensor`).
+    pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
+        Self::with_layers(device, arch, head, part).0
+    }
+
+    /// The same, and the layers that declared it.
+    pub(super) fn with_layers(device: Device, arch: &Arch, head: Head, part: TensorPart) -> (Self, Layers) {
+        if let Err(error) = arch.check_tensor(part.size) {
+            panic!("{error}");
+        }
+        let mut table = Self::empty(device, head, part, arch.init_std);
+        let layers = Layers::declare(&mut table, arch);
+        (table, layers)
+    }
+}

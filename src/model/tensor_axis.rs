@@ -1,0 +1,89 @@
+//! The sizes of the tensor axis that an architecture allows.
+
+use super::arch::Arch;
+use super::part::{TensorPart, gcd};
+use crate::error::{Error, Result};
+
+impl TensorPart {
+    /// The part of the rank, among `size`, with the largest share of a model's matrices.
+    pub fn fullest(arch: &Arch, size: usize) -> Self {
+        let share = |part: &Self| {
+            let mlps: usize = arch.mlps().map(|mlp| mlp.cut().len(*part)).sum();
+            mlps + part.range(arch.vocabulary).len()
+        };
+        (0..size).map(|rank| Self { rank, size }).max_by_key(share).unwrap_or_else(Self::whole)
+    }
+}
+
+impl Arch {
+    /// The sizes of the tensor axis that this architecture allows, ascending.
+    pub fn tensor_sizes(&self) -> Vec<usize> {
+        let heads = self.heads_together();
+        let most = heads.min(self.vocabulary).min(self.narrowest_mlp());
+        (1..=most).filter(|&size| heads.is_multiple_of(size)).collect()
+    }
+
+    /// Rejects a size of the tensor axis that this architecture does not allow.
+    ///
+    /// # Errors
+    /// `Usage`, naming the allowed sizes.
+    pub fn check_tensor(&self, size: usize) -> Result<()> {
+        self.check_tensor_where(size, |_| true)
+    }
+
+    /// The same. The hint names only the allowed sizes that are also `possible`.
+    ///
+    /// # Errors
+    /// The errors of `check_tensor`.
+    pub fn check_tensor_where(&self, size: usize, possible: impl Fn(usize) -> bool) -> Result<()> {
+        let mut works = self.tensor_sizes();
+        if works.contains(&size) {
+            return Ok(());
+        }
+        works.retain(|&size| possible(size));
+        let (heads, vocabulary, mlp_width) = (self.heads_together(), self.vocabulary, self.narrowest_mlp());
+        let message = if size == 0 || !heads.is_multiple_of(size) {
+            format!("tensor = {size} does not divide the model's {heads} attention heads")
+        } else {
+            format!("tensor = {size} is larger than the model's vocabulary ({vocabulary}) or MLP width ({mlp_width})")
+        };
+        let any_of = if works.len() == 1 { "" } else { "one of " };
+        let works: Vec<String> = works.iter().map(usize::to_string).collect();
+        Err(Error::usage(message).hint(format!("set tensor to {any_of}{}", works.join(", "))))
+    }
+
+    /// The query heads of a layer. Of layers that differ, the greatest common divisor.
+    fn heads_together(&self) -> usize {
+        self.attentions().fold(0, |heads, attention| gcd(heads, attention.heads))
+    }
+
+    fn narrowest_mlp(&self) -> usize {
+        self.mlps().map(|mlp| mlp.width).min().unwrap_or(usize::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arch(heads: usize, kv_heads: usize) -> Arch {
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": 8 * heads, "intermediate_size": 100, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 50
+        });
+        Arch::from_config(config.as_object().expect("an object")).expect("a known family")
+    }
+
+    #[test]
+    fn a_size_that_cannot_work_is_refused_with_those_that_can() {
+        let arch = arch(12, 3);
+        let error = arch.check_tensor(8).expect_err("8 does not divide 12");
+        assert!(error.message.contains("12 attention heads"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4, 6, 12"));
+        assert!(arch.check_tensor(0).is_err() && arch.check_tensor(6).is_ok());
+        let narrow = Arch { vocabulary: 5, ..arch };
+        let error = narrow.check_tensor(6).expect_err("5 tokens over 6 ranks");
+        assert!(error.message.contains("vocabulary (5)"), "{error}");
+        assert_eq!(error.hint.as_deref(), Some("set tensor to one of 1, 2, 3, 4"));
+    }
+}
