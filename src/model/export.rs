@@ -6,7 +6,7 @@ use super::config_json::{GENERATION, Reader};
 use super::params::ParamTable;
 use super::small_files::{self, TEMPLATES_DIR, TOKENIZER_FILES};
 use super::tensor_files::{TensorFiles, write_json};
-use super::unit::UnitValues;
+use super::weights::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
 use crate::sys::files::{self, fsync_dir, parent, read_object, write_atomic};

@@ -2,11 +2,11 @@
 //! does not depend on the layout, the dtype, the number of ranks or the other parameters.
 
 use super::arch::{Arch, Head};
-use super::pack;
 use super::params::{Init, ParamSpec, ParamTable};
 use super::part::TensorPart;
-use super::unit::UnitValues;
+use super::weights::UnitValues;
 use super::weights::Weights;
+use super::weights::pack;
 use crate::device::Device;
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;

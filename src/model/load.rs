@@ -4,12 +4,12 @@
 use super::arch::{Arch, Head, LM_HEAD};
 use super::files::Checkpoint;
 use super::init;
-use super::pack::{self, stored, whole_rows};
 use super::params::{ParamId, ParamSpec, ParamTable};
 use super::part::{Cut, TensorPart};
-use super::partition::Shards;
-use super::unit::UnitValues;
+use super::weights::UnitValues;
 use super::weights::Weights;
+use super::weights::pack::{self, stored, whole_rows};
+use super::weights::partition::Shards;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};

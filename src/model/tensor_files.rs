@@ -1,9 +1,9 @@
 //! The safetensors of an export: one file, or several with an index. They are written unit by unit, a few MiB at a
 //! time.
 
-use super::pack::unpack_rows;
 use super::params::{ParamSpec, ParamTable};
-use super::unit::UnitValues;
+use super::weights::UnitValues;
+use super::weights::pack::unpack_rows;
 use crate::dtype::round_bf16;
 use crate::error::Result;
 use crate::sys::files::{self, LargeFile};

@@ -1,8 +1,16 @@
 //! The values of a model's parameters, unit by unit: all of them, or this rank's range of each unit (ZeRO stage 3).
 
+pub mod collect;
+mod gradients;
+mod moves;
+pub mod pack;
+pub mod partition;
+pub mod reshard;
+mod unit;
+
+use self::partition::{Partition, Shards};
+use self::unit::check_cut;
 use super::params::ParamTable;
-use super::partition::{Partition, Shards};
-use super::unit::check_cut;
 use crate::comm::{Pending, Stream};
 use crate::device::Device;
 use crate::device::cuda::owned_by;
@@ -14,8 +22,8 @@ use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-pub use super::gradients::Gradients;
-pub use super::unit::UnitValues;
+pub use self::gradients::Gradients;
+pub use self::unit::UnitValues;
 
 /// The largest number of prefetched units: the next one and, after the last layer, a tied head's.
 const PREFETCHED_MAX: usize = 2;

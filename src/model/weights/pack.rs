@@ -1,7 +1,7 @@
 //! Conversions between row-major values, as on disk, and the layouts of the flat buffer, and between bf16 and f32.
 
-use super::params::{ParamId, ParamSpec, ParamTable};
 use crate::dtype::round_bf16;
+use crate::model::params::{ParamId, ParamSpec, ParamTable};
 use crate::tensor::{Layout, PANEL, SliceMut};
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -90,14 +90,14 @@ impl Element for u16 {
 pub type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
 
 /// The row-major values of a tensor on disk.
-pub(super) fn stored(disk: Dtype, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
+pub(in crate::model) fn stored(disk: Dtype, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
     let each = disk.bitsize() / 8;
     move |start, to| decode(disk, &bytes[start * each..(start + to.len()) * each], to)
 }
 
 /// Fills a flat range, padding included, with the values of `source`. The range is cut at multiples of `FLAT_ALIGN`.
 /// Returns the first parameter with NaN or infinite values.
-pub(super) fn fill<'a>(
+pub(in crate::model) fn fill<'a>(
     table: &ParamTable,
     range: &Range<usize>,
     to: SliceMut,
@@ -174,7 +174,7 @@ fn run_of(spec: &ParamSpec, at: usize) -> (usize, usize) {
 }
 
 /// The elements of the whole parameter from the first to the last row that elements `part` of its place contain.
-pub(super) fn whole_rows(spec: &ParamSpec, part: Range<usize>) -> Range<usize> {
+pub(in crate::model) fn whole_rows(spec: &ParamSpec, part: Range<usize>) -> Range<usize> {
     let ((_, width), k) = (spec.full_dims(), spec.columns.len());
     let held: usize = spec.rows.iter().map(Range::len).sum();
     let (first, end) = match spec.layout {
@@ -271,7 +271,7 @@ pub fn unpack(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
 
 /// Unpacks whole rows from the f32 values of their stretch of the flat buffer. `out` has room for these rows. Only at
 /// the end of a parameter may they be fewer than a panel's.
-pub(super) fn unpack_rows(spec: &ParamSpec, flat: &[f32], out: &mut [f32]) {
+pub(in crate::model) fn unpack_rows(spec: &ParamSpec, flat: &[f32], out: &mut [f32]) {
     let (_, k) = spec.dims();
     match spec.layout {
         Layout::Row => out.copy_from_slice(&flat[..out.len()]),

@@ -2,7 +2,7 @@
 //! the rank itself if it has it, else from the first rank that does. All ranks derive the same plan from the tables of
 //! the parts.
 
-use super::params::{ParamSpec, ParamTable};
+use crate::model::params::{ParamSpec, ParamTable};
 use crate::tensor::{DType, Layout, PANEL, Piece, Slice, SliceMut};
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Shards the units of a parameter table over the ranks of the ZeRO axis (arXiv:1910.02054).
 
-use super::params::ParamTable;
 use crate::comm::{Axes, Stream};
+use crate::model::params::ParamTable;
 use std::ops::Range;
 use std::sync::Arc;
 

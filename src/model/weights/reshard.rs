@@ -8,14 +8,14 @@
 //! Collectives use the backend of their axis. Values are packed and unpacked on their device, and
 //! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
+use super::Weights;
 use super::moves::{Take, len, pack, takes, union, unpack, within};
-use super::params::ParamTable;
-use super::part::TensorPart;
 use super::partition::Partition;
-use super::transformer::Transformer;
 use super::unit::UnitValues;
-use super::weights::Weights;
 use crate::comm::{Axes, Pending, Stream};
+use crate::model::params::ParamTable;
+use crate::model::part::TensorPart;
+use crate::model::transformer::Transformer;
 use crate::tensor::{DType, Flat, Layout, Piece, Slice};
 use std::cell::Cell;
 use std::ops::Range;

@@ -1,11 +1,11 @@
 //! The gradients of all parameters, f32, unit by unit. With ZeRO stages 0 and 1 they are sums of whole units, which are
 //! reduced once. With stages 2 and 3 they are sums of this rank's ranges: every unit is reduced after its backward.
 
-use super::params::{ParamId, ParamTable};
 use super::partition::{Partition, Shards};
 use crate::comm::{Axes, Pending, Stream};
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::owned_by;
+use crate::model::params::{ParamId, ParamTable};
 use crate::ops::residual;
 use crate::tensor::{Flat, Slice, SliceMut, WeightMut};
 use std::collections::VecDeque;

@@ -3,14 +3,14 @@
 //!
 //! Values on GPUs are copied to the host piece by piece, because the files need them there, and are sent by MPI.
 
-use super::arch::Arch;
+use super::Weights;
 use super::moves::without;
 use super::pack::{pack_f32, stored, unpack_rows, widen};
-use super::params::{ParamId, ParamSpec, ParamTable};
-use super::part::TensorPart;
 use super::partition::Partition;
-use super::weights::Weights;
 use crate::comm::Axes;
+use crate::model::arch::Arch;
+use crate::model::params::{ParamId, ParamSpec, ParamTable};
+use crate::model::part::TensorPart;
 use crate::tensor::{DType, Layout, PANEL};
 use safetensors::Dtype;
 use std::ops::Range;

@@ -1,11 +1,11 @@
 //! The values of one unit of the parameter table, or of this rank's range of it, in the working dtype.
 
 use super::pack::{narrow, widen};
-use super::params::{ParamId, ParamTable};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
 use crate::device::null;
+use crate::model::params::{ParamId, ParamTable};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Flat, Layout, Piece, Slice, SliceMut, Weight};
 use rayon::prelude::*;
@@ -80,7 +80,7 @@ impl UnitValues {
     ///
     /// # Errors
     /// The error of `fill`.
-    pub(super) fn filled<E>(
+    pub(in crate::model) fn filled<E>(
         mut self,
         mut fill: impl FnMut(Range<usize>, SliceMut) -> Result<(), E>,
     ) -> Result<Self, E> {
@@ -243,7 +243,7 @@ impl UnitValues {
     }
 
     /// Reads the bits of a flat range in memory order, two `u16` for an f32.
-    pub(super) fn read_bits(&self, range: &Range<usize>, out: &mut [u16]) {
+    pub(in crate::model) fn read_bits(&self, range: &Range<usize>, out: &mut [u16]) {
         match self.part(range) {
             Slice::F32(values) => out.copy_from_slice(bytemuck::cast_slice(values)),
             Slice::Bf16(values) => out.copy_from_slice(values),
@@ -252,7 +252,7 @@ impl UnitValues {
     }
 
     /// Writes the f32 values (in f32 panel order) of a flat range into `out`.
-    pub(super) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
+    pub(in crate::model) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
         match self.part(range) {
             _ if null::is_active() => {}
             Slice::F32(values) => out.copy_from_slice(values),
