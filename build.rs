@@ -1,4 +1,4 @@
-//! Embeds the kernels in the binary: always the sources of `cuda/`, and their cubins if there is a compiler.
+//! Embeds the kernels in the binary: always the sources of `cuda/`, and their cubins and PTX if there is a compiler.
 //!
 //! The compiler is the nvcc that RLHF_NVCC names, else the NVRTC that RLHF_NVRTC names, else the nvcc of CUDA_HOME,
 //! CUDA_PATH, PATH or /usr/local/cuda. RLHF_REQUIRE_NVCC=1 ends the build if no nvcc is found. Cubins are compiled
@@ -18,6 +18,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const ARCHS: [&str; 2] = ["sm_80", "sm_90a"];
+/// The architecture whose PTX is embedded, as every newer GPU's driver compiles it.
+const PTX: &str = "sm_80";
 const SETTINGS: [&str; 5] = ["RLHF_NVCC", "RLHF_NVRTC", "RLHF_REQUIRE_NVCC", "CUDA_HOME", "CUDA_PATH"];
 
 enum Compiler {
@@ -33,7 +35,7 @@ struct Source {
     is_unit: bool,
 }
 
-/// A compiled cubin: its source, its architecture, its file, and the compiler's report.
+/// A compiled cubin: its source, its architecture, its file, and the compiler's report. Its PTX is next to it.
 struct Made<'a> {
     source: &'a str,
     arch: &'a str,
@@ -141,20 +143,31 @@ impl Compiler {
         }
     }
 
-    /// Writes the cubin of `source` for `arch` to `to`, and returns the compiler's report of its resources.
-    fn compile(&self, source: &Source, headers: &[(&str, &str)], arch: &str, to: &Path) -> Result<String, String> {
+    /// Writes the PTX and the cubin of `source` for `arch`, and returns the compiler's report of its resources.
+    fn compile(
+        &self,
+        source: &Source,
+        headers: &[(&str, &str)],
+        arch: &str,
+        [ptx, cubin]: [&Path; 2],
+    ) -> Result<String, String> {
         match self {
             Self::Nvcc { path, .. } => {
-                let mut command = Command::new(path);
-                command.args(["-cubin", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v"]);
-                run(command.arg(format!("-arch={arch}")).arg("-o").arg(to).arg(&source.path))
+                let nvcc = |options: &[&str], from: &Path, to: &Path| {
+                    let mut command = Command::new(path);
+                    command.args(options).args(["-Werror", "all-warnings"]).arg(format!("-arch={arch}"));
+                    run(command.arg("-o").arg(to).arg(from))
+                };
+                nvcc(&["-ptx", "-std=c++17"], source.path.as_ref(), ptx)?;
+                nvcc(&["-cubin", "-Xptxas", "-v"], ptx, cubin)
             }
             Self::Nvrtc(nvrtc) => {
                 let made = nvrtc.compile((&source.name, &source.text), headers, arch)?;
                 if !made.log.is_empty() {
                     return Err(format!("{}: {}", source.name, made.log));
                 }
-                fs::write(to, made.cubin).map_err(|e| format!("{}: {e}", to.display()))?;
+                let written = fs::write(ptx, made.ptx).and_then(|()| fs::write(cubin, made.cubin));
+                written.map_err(|e| format!("{}: {e}", cubin.display()))?;
                 Ok(String::new())
             }
         }
@@ -175,9 +188,10 @@ fn compile<'a>(compiler: &Compiler, sources: &'a [Source], out: &Path) -> Result
             (&headers, &source.text, compiler.name(), arch).hash(&mut hash);
             let file = out.join(format!("{}.{arch}.{:016x}.cubin", source.name, hash.finish()));
             let report = file.with_extension("txt");
-            if !file.is_file() {
+            let ptx = file.with_extension("ptx");
+            if !file.is_file() || !ptx.is_file() {
                 let aside = file.with_extension("partial");
-                let said = compiler.compile(source, &headers, arch, &aside)?;
+                let said = compiler.compile(source, &headers, arch, [&ptx, &aside])?;
                 let kept = fs::write(&report, said).and_then(|()| fs::rename(&aside, &file));
                 kept.map_err(|e| format!("{}: {e}", file.display()))?;
             }
@@ -210,12 +224,16 @@ fn tables(sources: &[Source], made: &[Made], words: &str) -> String {
             let _ = writeln!(text, "    Kernel {{ name: {kernel:?}, source: {:?} }},", source.name);
         }
     }
-    text.push_str("];\npub static CUBINS: &[Cubin] = &[\n");
-    for Made { source, arch, file, .. } in made {
-        let file = file.to_str().expect("a path is text");
-        let bytes = format!("bytes: include_bytes!({file:?})");
-        let _ = writeln!(text, "    Cubin {{ source: {source:?}, arch: {arch:?}, {bytes} }},");
-    }
+    let mut images = |name: &str, made: &mut dyn Iterator<Item = (&str, &str, PathBuf)>| {
+        let _ = writeln!(text, "];\npub static {name}: &[Image] = &[");
+        for (source, arch, file) in made {
+            let bytes = format!("bytes: include_bytes!({:?})", file.to_str().expect("a path is text"));
+            let _ = writeln!(text, "    Image {{ source: {source:?}, arch: {arch:?}, {bytes} }},");
+        }
+    };
+    images("CUBINS", &mut made.iter().map(|made| (made.source, made.arch, made.file.clone())));
+    let ptx = made.iter().filter(|made| made.arch == PTX);
+    images("PTX", &mut ptx.map(|made| (made.source, "compute_80", made.file.with_extension("ptx"))));
     let _ = writeln!(text, "];\npub const COMPILER: &str = {words:?};");
     let _ = writeln!(text, "pub static RESOURCES: &str = {:?};", resources(sources, made, words));
     text

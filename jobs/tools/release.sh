@@ -60,7 +60,7 @@ The site must have:
 | \`$libmpi\`, and \`mpirun\` | Open MPI ${mpi%%.*} (built against $mpi). Debian, Ubuntu: \`apt-get install openmpi-bin\`; Rocky, RHEL: \`dnf install openmpi\`, then \`module load mpi/openmpi-x86_64\`; a cluster: its own module |
 $(grep -v '^libmpi\.' <<<"$needed" | grep -vE '^libgcc_s' | sed 's/.*/`&`/' | paste -sd, | sed 's/,/, /g; s/.*/| & | glibc '"$glibc"' or newer (Debian 12, Ubuntu 22.04, Rocky or RHEL 9, and later) |/')
 | \`libgcc_s.so.1\` | \`libgcc-s1\` (Debian, Ubuntu) or \`libgcc\` (Rocky, RHEL); every system has it |
-| for GPUs: \`libcuda.so.1\` | NVIDIA's driver, 470 or newer; NVRTC if the driver does not load the kernels below; NCCL for several GPUs |
+| for GPUs: \`libcuda.so.1\` | NVIDIA's driver, 470 or newer; NVRTC if the driver is older than the compiler of the kernels below; NCCL for several GPUs |
 
 The site also provides the libraries that \`libmpi\` needs (hwloc, libevent, UCX and others). Python rewards need a \`python3\`
 on the nodes. The binary contains $("$RLHF_HPC" info | sed -n 's/^carried *//p').

@@ -81,6 +81,24 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
 }
 
 #[test]
+fn gpus_of_8_x_and_9_0_load_cubins_and_newer_ones_load_ptx_without_nvrtc() {
+    if CUBINS.is_empty() {
+        return;
+    }
+    let cache = tempfile::tempdir().expect("a directory");
+    for (capability, code) in [
+        ("86", "cubins for sm_80"),
+        ("90", "cubins for sm_90a"),
+        ("100", "PTX for compute_80"),
+        ("120", "PTX for compute_80"),
+    ] {
+        let mut info = command("13000", cache.path(), &["info"]);
+        let text = written(info.env("EMULATED_CAPABILITY", capability).env("RLHF_NVRTC", "/nowhere/libnvrtc.so"));
+        assert_eq!(line(&text, "loaded"), format!("loaded     the binary's {code}"));
+    }
+}
+
+#[test]
 fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kernel() {
     if CUBINS.is_empty() {
         return;

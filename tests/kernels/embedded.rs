@@ -1,6 +1,6 @@
 //! The embedded sources are those of `cuda/`, and they compile at run time, too.
 
-use rlhf_hpc::device::cuda::embedded::{self, CUBINS, KERNELS, SOURCES};
+use rlhf_hpc::device::cuda::embedded::{self, CUBINS, KERNELS, PTX, SOURCES};
 use rlhf_hpc::device::cuda::nvrtc::Nvrtc;
 use rlhf_hpc::device::cuda::{cache, library};
 use std::collections::BTreeSet;
@@ -89,6 +89,20 @@ fn no_kernel_has_local_memory_and_the_report_in_bench_is_of_these_kernels() {
     let compiler = |text: &str| text.lines().find(|line| line.contains(", nvcc ")).map(str::to_owned);
     if compiler(&kept) == compiler(table) {
         assert!(kept == table, "the kernels have changed: run bench/kernels-resources.sh");
+    }
+}
+
+#[test]
+fn ptx_is_of_every_source_with_all_its_kernels_where_there_are_cubins() {
+    let units: Vec<&str> = embedded::units().filter(|_| !CUBINS.is_empty()).map(|unit| unit.name).collect();
+    assert_eq!(PTX.iter().map(|ptx| ptx.source).collect::<Vec<_>>(), units);
+    for ptx in PTX {
+        let text = String::from_utf8_lossy(ptx.bytes);
+        // Later GPUs do not take PTX for sm_90a.
+        assert!(text.contains("\n.target sm_80\n"), "{}", ptx.source);
+        for kernel in KERNELS.iter().filter(|kernel| kernel.source == ptx.source) {
+            assert!(text.contains(&format!(".entry {}(", kernel.name)), "{}", kernel.name);
+        }
     }
 }
 

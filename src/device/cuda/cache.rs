@@ -59,7 +59,7 @@ pub fn cubins(nvrtc: &Nvrtc, arch: &str, dir: Option<&Path>) -> Result<Cubins, S
         if let Some(cubin) = file.as_deref().and_then(read) {
             return Ok((unit.name, cubin, None));
         }
-        let Compiled { cubin, log } = nvrtc
+        let Compiled { cubin, log, .. } = nvrtc
             .compile((unit.name, unit.text), &headers, arch)
             .map_err(|why| format!("{} does not compile for {arch}: {why}", unit.name))?;
         if let Some(file) = file {

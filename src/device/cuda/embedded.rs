@@ -1,4 +1,4 @@
-//! The embedded parts of `cuda/`: all sources, and their cubins if the binary was built with a CUDA compiler.
+//! The embedded parts of `cuda/`: all sources, and their cubins and PTX if the binary was built with a CUDA compiler.
 
 /// A file of `cuda/`.
 #[derive(Clone, Copy, Debug)]
@@ -9,11 +9,11 @@ pub struct Source {
     pub is_unit: bool,
 }
 
-/// The machine code of one source for one kind of GPU.
+/// One source, compiled for one architecture.
 #[derive(Clone, Copy, Debug)]
-pub struct Cubin {
+pub struct Image {
     pub source: &'static str,
-    /// `sm_80` or `sm_90a`.
+    /// `sm_80` or `sm_90a` of a cubin, `compute_80` of PTX.
     pub arch: &'static str,
     pub bytes: &'static [u8],
 }
@@ -25,7 +25,7 @@ pub struct Kernel {
     pub source: &'static str,
 }
 
-// SOURCES, KERNELS, CUBINS, COMPILER (the compiler of the cubins, or the reason why there are none) and RESOURCES
+// SOURCES, KERNELS, CUBINS, PTX, COMPILER (of the cubins and the PTX, or the reason why there are none) and RESOURCES
 // (resources of the kernels, if nvcc reported them). Written by build.rs.
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
@@ -39,21 +39,18 @@ pub fn headers() -> Vec<(&'static str, &'static str)> {
     SOURCES.iter().filter(|source| !source.is_unit).map(|source| (source.name, source.text)).collect()
 }
 
-/// The architectures with embedded cubins.
-pub fn archs() -> Vec<&'static str> {
-    let mut archs: Vec<&str> = CUBINS.iter().map(|cubin| cubin.arch).collect();
-    archs.sort_unstable();
-    archs.dedup();
-    archs
+/// The cubins and the PTX of an architecture; none if no compiler made them.
+pub fn images(arch: &str) -> impl Iterator<Item = &'static Image> {
+    CUBINS.iter().chain(PTX).filter(move |image| image.arch == arch)
 }
 
-/// `14 sources, 80 kernels; cubins for sm_80 and sm_90a by nvcc 13.0.88`.
+/// `14 sources, 80 kernels; cubins for sm_80 and sm_90a, PTX for compute_80, by nvcc 13.0.88`.
 pub fn describe() -> String {
     let sources = format!("{} sources, {} kernels", units().count(), KERNELS.len());
-    match archs()[..] {
-        [] => format!("{sources}; no cubins: {COMPILER}"),
-        ref archs => format!("{sources}; cubins for {} by {COMPILER}", archs.join(" and ")),
+    if CUBINS.is_empty() {
+        return format!("{sources}; no cubins: {COMPILER}");
     }
+    format!("{sources}; cubins for sm_80 and sm_90a, PTX for compute_80, by {COMPILER}")
 }
 
 /// The resources of each kernel, as a Markdown table; bench/resources.md holds it.

@@ -1,9 +1,9 @@
-//! The kernels of a GPU, by name, and the choice of their machine code: the binary's cubins if the driver accepts them,
-//! or else the result of the site's NVRTC.
+//! The kernels of a GPU, by name, and the choice of their machine code: the binary's cubins or, for newer GPUs, its PTX
+//! if the driver accepts them, or else the result of the site's NVRTC.
 
 use super::cache;
 use super::devices::Properties;
-use super::embedded::{self, COMPILER, CUBINS, KERNELS};
+use super::embedded::{self, COMPILER, KERNELS};
 use super::library;
 use super::null_driver;
 use super::nvrtc::Nvrtc;
@@ -49,7 +49,7 @@ pub struct Resources {
 }
 
 impl Kernels {
-    /// Loads the binary's cubins on the current GPU, or cubins of the site's NVRTC if the driver does not accept them.
+    /// Loads the binary's kernels on the current GPU, or cubins of the site's NVRTC if the driver does not accept them.
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
         if null_driver::is_active() {
             let found = KERNELS.iter().map(|kernel| Ok((kernel.name, function(ptr::null_mut(), kernel.name, gpu)?)));
@@ -103,9 +103,9 @@ fn functions(images: &Images, gpu: &Properties) -> Result<FxHashMap<&'static str
     let mut found = FxHashMap::default();
     for (source, image) in images {
         let mut module: CUmodule = ptr::null_mut();
-        // SAFETY: the bytes of a whole cubin, which contains its own length; the driver copies it.
+        // SAFETY: a whole cubin, which contains its own length, or PTX that ends in 0; the driver copies it.
         let status = unsafe { sys::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
-        check("cuModuleLoadData", status).map_err(|error| error.within(format!("loading the cubin of {source}")))?;
+        check("cuModuleLoadData", status).map_err(|error| error.within(format!("loading the kernels of {source}")))?;
         for kernel in KERNELS.iter().filter(|kernel| kernel.source == *source) {
             let function = function(module, kernel.name, gpu);
             found.insert(kernel.name, function.map_err(|error| error.within(format!("{source}: {}", kernel.name)))?);
@@ -146,18 +146,27 @@ impl Function {
     }
 }
 
-/// Machine code of all sources for one GPU: (source, cubin).
+/// All sources, compiled for one GPU: (source, cubin or PTX).
 type Images = Vec<(&'static str, Vec<u8>)>;
 
-/// The architecture of the embedded cubins for a GPU of this compute capability.
+/// The architecture of the embedded PTX.
+const PTX: &str = "compute_80";
+
+/// The architecture of the embedded cubins or PTX for a GPU of this compute capability; `None` if it is too old.
 ///
-/// Cubins run on later minor versions of their major version. Cubins with an `a` run on their own version only.
+/// Cubins run on later minor versions of their major version. Cubins with an `a` run on their own version only. The
+/// driver compiles PTX for any later version.
 fn embedded_arch(capability: (u32, u32)) -> Option<&'static str> {
     match capability {
-        (9, 0) => Some("sm_90a"),
         (8, _) => Some("sm_80"),
+        (9, 0) => Some("sm_90a"),
+        (9.., _) => Some(PTX),
         _ => None,
     }
+}
+
+fn too_old((major, minor): (u32, u32)) -> String {
+    format!("the kernels need compute capability 8.0 or later (this GPU has {major}.{minor})")
 }
 
 /// The architecture that NVRTC compiles for.
@@ -165,37 +174,33 @@ fn embedded_arch(capability: (u32, u32)) -> Option<&'static str> {
 /// # Errors
 /// If the GPU is too old for the kernels.
 fn compiled_arch(capability: (u32, u32)) -> std::result::Result<String, String> {
-    match (embedded_arch(capability), capability) {
-        (Some(arch), _) => Ok(arch.to_owned()),
-        (None, (9.., minor)) => Ok(format!("sm_{}{minor}", capability.0)),
-        (None, (major, minor)) => {
-            Err(format!("the kernels need compute capability 8.0 or later (this GPU has {major}.{minor})"))
-        }
+    match embedded_arch(capability).ok_or_else(|| too_old(capability))? {
+        PTX => Ok(format!("sm_{}{}", capability.0, capability.1)),
+        arch => Ok(arch.to_owned()),
     }
 }
 
-/// The embedded cubins for this GPU, and a description.
+/// The embedded cubins or PTX for this GPU, and a description.
 ///
 /// # Errors
 /// The reason why there are none.
 fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, String), String> {
-    let (major, minor) = capability;
-    let arch =
-        embedded_arch(capability).ok_or(format!("the binary has no cubins for compute capability {major}.{minor}"))?;
-    let fitting = CUBINS.iter().filter(|cubin| cubin.arch == arch);
-    // Memory of its own is aligned for whatever the driver reads; bytes in the binary are not.
-    let images: Images = fitting.map(|cubin| (cubin.source, cubin.bytes.to_vec())).collect();
+    let arch = embedded_arch(capability).ok_or_else(|| too_old(capability))?;
+    // Memory of its own is aligned for whatever the driver reads; bytes in the binary are not. PTX ends in 0.
+    let images: Images = embedded::images(arch).map(|image| (image.source, [image.bytes, &[0]].concat())).collect();
     if images.is_empty() {
-        return Err(format!("the binary has no cubins for {arch}: {COMPILER}"));
+        return Err(format!("the binary has no kernels for {arch}: {COMPILER}"));
     }
-    Ok((images, format!("the binary's cubins for {arch}")))
+    let kind = if arch == PTX { "PTX" } else { "cubins" };
+    Ok((images, format!("the binary's {kind} for {arch}")))
 }
 
-/// Whether NVRTC has to compile for this GPU, as far as that is known before loading: a driver does not load cubins of
-/// a later CUDA major version than its own.
+/// Whether the driver or NVRTC has to compile for this GPU, as far as that is known before loading: a driver does not
+/// load cubins of a later CUDA major version than its own.
 pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
-    let is_carried = embedded_arch(capability).is_some_and(|arch| embedded::archs().contains(&arch));
-    !is_carried || major_of(COMPILER).is_none_or(|major| major > driver.0)
+    let has_cubins =
+        embedded_arch(capability).is_some_and(|arch| arch != PTX && embedded::images(arch).next().is_some());
+    !has_cubins || major_of(COMPILER).is_none_or(|major| major > driver.0)
 }
 
 /// `nvcc 13.0.88` is of CUDA 13.
@@ -236,23 +241,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cubins_fit_their_major_and_those_of_hopper_their_own_gpu_alone() {
+    fn cubins_are_for_8_x_and_9_0_and_ptx_is_for_all_newer_gpus() {
         assert_eq!([(8, 0), (8, 6), (8, 9)].map(embedded_arch), [Some("sm_80"); 3]);
-        assert_eq!([(9, 0), (10, 0), (7, 5)].map(embedded_arch), [Some("sm_90a"), None, None]);
+        assert_eq!([(9, 0), (7, 5)].map(embedded_arch), [Some("sm_90a"), None]);
+        assert_eq!([(9, 1), (10, 0), (10, 3), (12, 0), (12, 1)].map(embedded_arch), [Some("compute_80"); 5]);
         assert_eq!(compiled_arch((12, 1)), Ok("sm_121".into()));
         assert_eq!(compiled_arch((9, 0)), Ok("sm_90a".into()));
         assert!(compiled_arch((7, 5)).expect_err("too old").contains("7.5"));
     }
 
     #[test]
-    fn what_a_driver_will_not_take_is_known_by_the_compilers_version() {
-        assert_eq!(["nvcc 13.0.88", "NVRTC 12.2", "no nvcc"].map(major_of), [Some(13), Some(12), None]);
-        assert!(must_compile((12, 0), (99, 0)) && must_compile((8, 0), (1, 0)));
-        assert!(must_compile((8, 0), (99, 0)) == embedded::archs().is_empty());
+    fn kernels_are_embedded_for_every_gpu_from_8_0_on_or_a_build_without_a_compiler_needs_nvrtc() {
+        for (capability, what) in [((8, 6), "cubins"), ((9, 0), "cubins"), ((10, 0), "PTX"), ((12, 0), "PTX")] {
+            match embedded_images(capability) {
+                Ok((images, origin)) => assert!(images.len() == embedded::units().count() && origin.contains(what)),
+                Err(why) => assert!(embedded::CUBINS.is_empty() && why.contains(COMPILER), "{why}"),
+            }
+        }
+        assert!(embedded_images((7, 5)).expect_err("too old").contains("7.5"));
     }
 
     #[test]
-    fn a_gpu_without_fitting_cubins_is_told_why() {
-        assert!(embedded_images((12, 0)).expect_err("none").contains("12.0"));
+    fn compiling_before_kernels_run_is_known_by_gpu_compiler_and_driver() {
+        assert_eq!(["nvcc 13.0.88", "NVRTC 12.2", "no nvcc"].map(major_of), [Some(13), Some(12), None]);
+        assert!(must_compile((12, 0), (99, 0)) && must_compile((8, 0), (1, 0)));
+        assert!(must_compile((8, 0), (99, 0)) == embedded::CUBINS.is_empty());
     }
 }

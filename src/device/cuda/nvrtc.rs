@@ -34,10 +34,11 @@ pub struct Nvrtc {
     pub version: (i32, i32),
 }
 
-/// A cubin, and the compiler's log, which may be empty.
+/// A cubin, the PTX that it was made of, and the compiler's log, which may be empty.
 #[derive(Debug)]
 pub struct Compiled {
     pub cubin: Vec<u8>,
+    pub ptx: Vec<u8>,
     pub log: String,
 }
 
@@ -120,7 +121,9 @@ impl Nvrtc {
         let log = self.bytes(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")?;
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_owned();
         self.check("nvrtcCompileProgram", status).map_err(|why| format!("{why}\n{log}"))?;
-        Ok(Compiled { cubin: self.bytes(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")?, log })
+        let cubin = self.bytes(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")?;
+        let ptx = self.bytes(program, "nvrtcGetPTXSize", "nvrtcGetPTX")?;
+        Ok(Compiled { cubin, ptx, log })
     }
 
     fn bytes(&self, program: Program, size_of: &str, get: &str) -> Result<Vec<u8>, String> {

@@ -1,4 +1,4 @@
-// What the emulated driver reads in a cubin.
+// What the emulated driver reads in a cubin or in PTX.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@ namespace {
 
 struct Module {
     std::vector<char> image;
+    std::string ptx;
 };
 
 // A kernel's limits from its cubin: threads of a block, and bytes of shared memory before the bytes that a launch asks

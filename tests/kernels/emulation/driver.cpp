@@ -5,7 +5,8 @@
 // CUDA_LAUNCH_BLOCKING=1 it is done at once, and a launch returns its own failure. It rejects what a real driver
 // rejects: threads without the context, also threads that free; cubins newer than itself (EMULATED_CUDA, 13000 if
 // unset); blocks and shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or
-// are not reached; waits in a capture; memory beyond EMULATED_BYTES. It also rejects copies of host memory that is not
+// are not reached; waits in a capture; memory beyond EMULATED_BYTES. Its compute capability is EMULATED_CAPABILITY (80 if
+// unset), and it loads PTX on any. It also rejects copies of host memory that is not
 // pinned, which a real driver makes, but not asynchronously, and launches with another number of arguments than the
 // kernel has. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2 the others do not wait, with 3
 // none does. It has EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
@@ -347,8 +348,8 @@ API cuDeviceGetAttribute(int* value, int attribute, int) {
     TOLD;
     switch (attribute) {
         case 16: *value = 108; return Success;          // multiprocessors
-        case 75: *value = 8; return Success;            // capability, major
-        case 76: *value = 0; return Success;            // and minor
+        case 75: *value = setting("EMULATED_CAPABILITY", 80) / 10; return Success;  // major
+        case 76: *value = setting("EMULATED_CAPABILITY", 80) % 10; return Success;  // and minor
         case 97: *value = SHARED_MAX; return Success;   // shared memory of a block
         case 20: *value = setting("EMULATED_MODE", 0); return Success;  // compute mode
         default: return InvalidValue;
@@ -607,12 +608,13 @@ API cuModuleLoadData(Module** module, const void* data) {
     READY;
     const char* image = static_cast<const char*>(data);
     if (!std::strcmp(image, COMPILED)) return *module = new Module, Success;
+    if (!std::memcmp(image, "//", 2)) return *module = new Module{{}, image}, Success;
     bool is_cubin = !std::memcmp(image, "\177ELF", 4) && static_cast<unsigned char>(image[18]) == 190;
     // Cubins of CUDA 13 are of ABI 8.
     if (!is_cubin || (image[8] >= 8 && setting("EMULATED_CUDA", 13000) < 13000)) return InvalidImage;
     size_t sections = size_t{number_at<uint16_t>(image + 58)} * number_at<uint16_t>(image + 60);
     size_t bytes = number_at<uint64_t>(image + 40) + sections;
-    *module = new Module{std::vector<char>(image, image + bytes)};
+    *module = new Module{std::vector<char>(image, image + bytes), {}};
     return Success;
 }
 
@@ -620,6 +622,8 @@ API cuModuleLoadData(Module** module, const void* data) {
 API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     READY;
     *function = new Function{emulated_find(name), name};
+    bool is_missing = !module->ptx.empty() && module->ptx.find(".entry " + std::string(name) + "(") == std::string::npos;
+    if (is_missing) return NotFound;
     if (module->image.empty()) return Success;
     if (!section(*module, std::string(".text.") + name)) return NotFound;
     const char* shared = section(*module, std::string(".nv.shared.") + name);
@@ -719,6 +723,13 @@ API nvrtcGetCUBINSize(Program*, size_t* bytes) {
     *bytes = sizeof COMPILED;
     return Success;
 }
+
+API nvrtcGetPTXSize(Program*, size_t* bytes) {
+    *bytes = 0;
+    return Success;
+}
+
+API nvrtcGetPTX(Program*, char*) { return Success; }
 
 API nvrtcGetCUBIN(Program*, char* cubin) {
     std::memcpy(cubin, COMPILED, sizeof COMPILED);
