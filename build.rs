@@ -261,7 +261,7 @@ fn resources(sources: &[Source], made: &[Made], words: &str) -> String {
     format!(
         "# Kernel resources\n\n\
          As reported by ptxas, {words}. Registers per thread, static shared memory per block in bytes, and the stack \
-         and spilled\nregisters per thread in bytes. `bench/kernels-resources.sh` writes this file.\n\n\
+         and spilled\nregisters per thread in bytes.\n\n\
          | kernel | architecture | registers | shared | stack | spills |\n|---|---|---:|---:|---:|---:|\n{}",
         places.filter_map(|place| rows.remove(&place)).collect::<String>()
     )

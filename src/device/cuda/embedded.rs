@@ -53,7 +53,7 @@ pub fn describe() -> String {
     format!("{sources}; cubins for sm_80 and sm_90a, PTX for compute_80, by {COMPILER}")
 }
 
-/// The resources of each kernel, as a Markdown table; bench/resources.md holds it.
+/// The resources of each kernel, as a Markdown table.
 ///
 /// # Errors
 /// The reason why the binary does not know them.
