@@ -9,7 +9,7 @@ function field(json, key,    at, rest) {
 }
 
 BEGIN {
-    columns = split("op ranks bytes oversubscribed repeats calls ours_us mpi_us ours_gbs mpi_gbs ratio", names, " ")
+    columns = split("op ranks bytes oversubscribed repeats calls us gbs", names, " ")
     if (csv) for (i = 1; i <= columns; i++) printf "%s%s", names[i], i < columns ? "," : "\n"
 }
 
@@ -22,8 +22,7 @@ csv {
     if (field($0, "ranks") != ranks) {
         ranks = field($0, "ranks")
         printf "\n## %s ranks%s\n", ranks, field($0, "oversubscribed") == "true" ? " (more than cores: each wait includes waiting for a core)" : ""
-        print "\n| operation | bytes | ours, us | MPI, us | ours, GB/s | MPI, GB/s | ours / MPI |\n|---|---|---|---|---|---|---|"
+        print "\n| operation | bytes | us | GB/s |\n|---|---|---|---|"
     }
-    printf "| %s | %d | %.1f | %.1f | %.3f | %.3f | %.2f |\n", field($0, "op"), field($0, "bytes"), field($0, "ours_us"),
-        field($0, "mpi_us"), field($0, "ours_gbs"), field($0, "mpi_gbs"), field($0, "ratio")
+    printf "| %s | %d | %.1f | %.3f |\n", field($0, "op"), field($0, "bytes"), field($0, "us"), field($0, "gbs")
 }

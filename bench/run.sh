@@ -3,9 +3,9 @@
 #
 #   bench/run.sh [tiny|small|all|collectives]        about 12 minutes for all
 #
-# Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (our
-# calls and MPI's own on 2 and 4 ranks, needs mpirun). For collectives it writes only these two. Peers need a Python
-# with torch and transformers (PEER_PYTHON=/path/to/python; default: python3) and are skipped without them. Settings:
+# Writes bench/runs/<date>-<cpu>/README.md, raw.csv, kernels.txt and, for all, collectives.md and collectives.csv (on 2
+# and 4 ranks, needs mpirun). For collectives it writes only these two. Peers need a Python with torch and transformers
+# (PEER_PYTHON=/path/to/python; default: python3) and are skipped without them. Settings:
 # ROUNDS (3), THREADS (2), DTYPES ("f32 bf16"), REPEATS of ours in a round (3), OUT (the folder to write), LIMIT_S
 # (540): no second or third round begins later than that many seconds (for f32, half as many) after the start.
 set -uo pipefail

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 /// f32 elements in one message of a sum: 1 MiB, so that adding one overlaps with receiving the next.
 pub(super) const CHUNK: usize = 1 << 18;
-pub(super) const TAG: i32 = 7;
+const TAG: i32 = 7;
 /// The largest gather, in bytes, whose messages are all posted together.
 const AT_ONCE: usize = 1 << 18;
 /// The largest message, in bytes, that is sent in one blocking call: a request would cost more than the copy.

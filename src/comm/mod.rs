@@ -21,7 +21,6 @@ mod ending;
 pub mod gpus;
 pub mod group;
 mod host_staged;
-pub mod mpi_baseline;
 pub mod nccl;
 mod nccl_collectives;
 pub mod phase;

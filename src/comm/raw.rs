@@ -44,7 +44,7 @@ pub(super) struct Request(ffi::MPI_Request);
 ///
 /// # Panics
 /// If `code` is not MPI_SUCCESS: a peer or the network failed, and the job cannot continue.
-pub(super) fn check(call: &str, code: c_int) {
+fn check(call: &str, code: c_int) {
     if code == ffi::MPI_SUCCESS as c_int {
         return;
     }
@@ -56,16 +56,16 @@ pub(super) fn check(call: &str, code: c_int) {
     panic!("{call}: {}", String::from_utf8_lossy(&bytes));
 }
 
-pub(super) fn count(n: usize) -> c_int {
+fn count(n: usize) -> c_int {
     assert!(n <= COUNT_MAX, "an MPI call has at most {COUNT_MAX} elements, got {n}");
     n as c_int
 }
 
-pub(super) fn start<T>(data: &[T]) -> *const c_void {
+fn start<T>(data: &[T]) -> *const c_void {
     data.as_ptr().cast()
 }
 
-pub(super) fn start_mut<T>(data: &mut [T]) -> *mut c_void {
+fn start_mut<T>(data: &mut [T]) -> *mut c_void {
     data.as_mut_ptr().cast()
 }
 

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 /// peaks are measured between the repeats.
 ///
 /// Suites: kernels (GEMM, attention, head, norms, AdamW), rollout (sampling), train (one optimizer step), ppo (one step
-/// with actor, critic and reference), logprobs (a large vocabulary), or all of these. Under mpirun: collectives (ours
-/// compared with MPI's). With a GPU: cuda (the kernels, compared with a large copy and a large GEMM).
+/// with actor, critic and reference), logprobs (a large vocabulary), or all of these. Under mpirun: collectives.
+/// With a GPU: cuda (the kernels, compared with a large copy and a large GEMM).
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "bench")]
 pub struct Args {
