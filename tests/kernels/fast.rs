@@ -177,7 +177,6 @@ fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
         c"cublasLtCreate",
         c"cublasLtMatmulDescCreate",
         c"cublasLtMatrixLayoutCreate",
-        c"cublasLtMatmulPreferenceCreate",
         c"cublasLtMatmulAlgoGetHeuristic",
     ];
     // 65 to 130: classes of 8 up to 128, and one of 16.
@@ -185,10 +184,8 @@ fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
         assert!(handles == 0 && products == 27 && layouts == 81, "{products} products, {layouts} layouts");
     }
     let usage = rlhf_hpc::device::cuda::gpu().usage();
-    // Algorithms that do not suit a number of rows are chosen anew for it, and nothing else is.
-    let again = grown(made, &mut pass).unwrap_or_default();
-    assert_eq!(again[..3], [0; 3]);
-    assert!(again[4] < 3 * 66 / 2, "{} choices for {} products", again[4], 3 * 66);
+    // A real library may choose an algorithm again for a number of rows.
+    assert_eq!(grown(made, &mut pass).unwrap_or_default(), [0; 4]);
     assert_eq!(rlhf_hpc::device::cuda::gpu().usage().in_use, usage.in_use);
 }
 

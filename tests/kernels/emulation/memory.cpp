@@ -330,16 +330,6 @@ void emulated_clear(u64 address, u64 bytes) {
     std::memset((void*)last, 0, end - last);
 }
 
-// Whether these bytes lie in one allocation that lives.
-bool emulated_holds(u64 address, u64 bytes) {
-    using namespace emulated;
-    Region& r = region();
-    std::lock_guard<std::mutex> one(r.one);
-    if (address - r.base >= REGION) return false;
-    const Allocation& a = r.allocations[r.owners[(address - r.base) / PAGE]];
-    return a.live && address >= a.start && address + bytes <= a.end;
-}
-
 // ---- hooks ----
 
 #define EMULATED_HOOKS(bytes)                                                                                   \
