@@ -166,7 +166,7 @@ look_at_the_machine() {
 # Modules that are about emulated libraries need a compiler and the sources.
 modules() { # -ve or -e, pattern of modules: all but those, or those
     "$here/bin/kernels" --list 2>/dev/null | sed -n 's/: test$//p' | cut -d: -f1 | sort -u |
-        grep -Ev '^(embedded|emulation|faults|driver|nccl)$' | grep -E "$1" "$2" | grep -E "${GPU_SH_MODULES:-.}"
+        grep -Ev '^(embedded|emulation|driver|nccl)$' | grep -E "$1" "$2" | grep -E "${GPU_SH_MODULES:-.}"
 }
 # The most important ones: fragments, shared memory beyond 48 KiB, captures.
 most='matmul|attention|paged_attention|linear_logprob|linear_logprob_fused|fast|sample|adamw|model|rollout'

@@ -1,7 +1,6 @@
 //! The emulated GPU: builds the shared library that replaces the driver, cuBLASLt and NCCL, with the kernels of `cuda/`
 //! compiled for the CPU. This process and others use it.
 
-use crate::faults::{self, Fault};
 use libloading::Library;
 use rayon::prelude::*;
 use rlhf_hpc::device::cuda::Gpu;
@@ -17,8 +16,8 @@ use std::sync::OnceLock;
 
 /// Names the library of a child process of a test.
 pub const LIBRARY: &str = "EMULATED_GPU";
-/// The number of a fault of `faults.rs`: the kernels have that one.
-pub const FAULT: &str = "EMULATED_FAULT";
+/// A kernel that leaves zeros in a result, as a GPU that computes wrong values (emulation/failing.h).
+pub const SPOILS: &str = "EMULATED_SPOILS";
 /// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
 pub const LATE: &str = "EMULATED_LATE";
 
@@ -97,9 +96,6 @@ fn library() -> PathBuf {
     let mut headers: Vec<(String, String)> = sources(&cuda, &["cuh"]);
     headers.extend(sources(&own, &["h"]));
     let mut units = sources(&cuda, &["cu"]);
-    for (i, fault) in faults::all().enumerate() {
-        plant(i + 1, fault, headers.iter_mut().chain(&mut units));
-    }
     for (name, text) in &mut units {
         *text = registered(name, text);
     }
@@ -141,20 +137,6 @@ fn once(path: &Path, make: impl FnOnce(&Path)) {
         make(&made);
         fs::rename(&made, path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
     }
-}
-
-/// Adds the wrong code of a fault next to the right code, selected by its number at run time.
-fn plant<'a>(number: usize, fault: &Fault, mut sources: impl Iterator<Item = &'a mut (String, String)>) {
-    let (file, place, right, wrong) = fault;
-    let (_, text) = sources.find(|(name, _)| name == file).unwrap_or_else(|| panic!("no source {file}"));
-    let from = place.replace('@', right);
-    assert_eq!(text.matches(&from).count(), 1, "{file} has another number of `{from}` than one");
-    let both = if right.ends_with(';') {
-        format!("{{ if (emulated::planted({number})) {{ {wrong} }} else {{ {right} }} }}")
-    } else {
-        format!("(emulated::planted({number}) ? ({wrong}) : ({right}))")
-    };
-    *text = text.replace(&from, &place.replace('@', &both));
 }
 
 /// A key for texts, for use in a path.

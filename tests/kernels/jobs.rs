@@ -66,7 +66,7 @@ pub fn binary() -> PathBuf {
 /// real one; under the launcher where they are several.
 pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     if ranks == 1 {
-        return command_on(Some(SOUND), dir, line);
+        return command_on(true, dir, line);
     }
     let mut command = launched(ranks);
     command.arg(binary()).current_dir(dir).args(line.split_whitespace());
@@ -76,17 +76,14 @@ pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     command
 }
 
-/// The number of no fault.
-pub const SOUND: usize = 0;
-
-/// The binary in `dir` on an emulated GPU whose kernels have the fault of this number, or on none.
-pub fn command_on(fault: Option<usize>, dir: &Path, line: &str) -> Command {
+/// The binary in `dir` on an emulated GPU, or on none.
+pub fn command_on(has_gpu: bool, dir: &Path, line: &str) -> Command {
     let mut command = Command::new(binary());
     command.current_dir(dir).args(line.split_whitespace());
-    match fault {
+    match has_gpu {
         _ if on_a_real_gpu() => &mut command,
-        Some(fault) => command.envs(emulation::environment_of_jobs()).env(emulation::FAULT, fault.to_string()),
-        None => command.env_remove("RLHF_CUDA_LIB"),
+        true => command.envs(emulation::environment_of_jobs()),
+        false => command.env_remove("RLHF_CUDA_LIB"),
     };
     command
 }

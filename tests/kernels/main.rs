@@ -13,7 +13,6 @@ mod emulation;
 mod failing;
 mod far;
 mod fast;
-mod faults;
 mod graph;
 mod graphs;
 mod jobs;

@@ -1,7 +1,7 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as
 //! through the host.
 
-use crate::ranks::{LATE, play, plays};
+use crate::ranks::{LATE, plays};
 use crate::{bf16, numbers, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
@@ -222,11 +222,8 @@ fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_f
 
 #[test]
 fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
-    // Drivers where one of two streams does not wait for the other: so the scenes are known to look.
-    for (scene, forgets) in [("streams", "0"), ("same bits", "0"), ("streams", "1"), ("streams", "2")] {
-        let ended = play(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_FORGETS", forgets)]);
-        let Some((well, message)) = ended else { return };
-        assert_eq!(well, forgets == "0", "{scene}, forgetting {forgets}: {message}");
+    for scene in ["streams", "same bits"] {
+        plays(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_PASSIVE", "1")]);
     }
 }
 

@@ -77,8 +77,8 @@ fn pinned_memory_is_backed_before_it_is_used() {
 
 /// Whether the driver is emulated, and no earlier than it must be.
 fn is_late() -> bool {
-    let is_set = |name| std::env::var_os(name).is_some();
-    is_set(crate::emulation::LATE) && !is_set("EMULATED_EARLY")
+    let early = std::env::var_os("EMULATED_EARLY");
+    std::env::var_os(crate::emulation::LATE).is_some() && early.is_none_or(|early| early == "0")
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
 
 use crate::emulation;
-use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{self, CONFIG, SOUND, binary, command, command_on, emulated, flat, launched, metrics, number, with};
+use crate::jobs::{self, CONFIG, binary, command, command_on, emulated, flat, launched, metrics, number, with};
 use rlhf_hpc::device::cuda::embedded::{CUBINS, units};
 use serde_json::json;
 use std::path::Path;
@@ -11,14 +10,18 @@ use std::process::Output;
 /// The keys that `jobs` sets for other tests, as they are by default.
 const DEFAULTS: &str = "job.device=auto model.dtype=auto job.gemm=auto job.check=true";
 
-/// Runs a job on a GPU with the fault of this number, or on none.
-fn run(dir: &Path, gpu: Option<usize>, line: &str, env: &[(&str, &str)]) -> Output {
+/// Kernels that leave zeros in a result (`emulation::SPOILS`): the hidden state, or a gradient, is wrong.
+pub const HIDDEN: &str = "attention_forward_64:1+:9";
+const GRADIENT: &str = "swiglu_backward:1+:3";
+
+/// Runs a job on a GPU or on none.
+fn run(dir: &Path, gpu: bool, line: &str, env: &[(&str, &str)]) -> Output {
     let mut command = command_on(gpu, dir, &format!("run {line}"));
     command.envs(env.iter().copied()).output().expect("the binary starts")
 }
 
 /// Runs a job that must succeed.
-fn ends(dir: &Path, gpu: Option<usize>, line: &str, env: &[(&str, &str)]) -> String {
+fn ends(dir: &Path, gpu: bool, line: &str, env: &[(&str, &str)]) -> String {
     let done = run(dir, gpu, line, env);
     assert!(done.status.success(), "{line}: {}\n{}", done.status, flat(&done));
     flat(&done)
@@ -36,21 +39,27 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
 fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    for (i, (fault, what)) in OF_STARTS.into_iter().enumerate() {
+    for (i, (spoils, what)) in [
+        (HIDDEN, "the hidden state"),
+        (GRADIENT, "the gradient of model.layers.1."),
+        ("kv_append:1+:0", "tokens sampled after a prompt of "),
+    ]
+    .into_iter()
+    .enumerate()
+    {
         let line = format!("sft.toml job.check=true job.steps=1 job.dir=refused-{i}");
-        let done = run(at, Some(of_start(i)), &line, &[]);
+        let done = run(at, true, &line, &[(emulation::SPOILS, spoils)]);
         let words = flat(&done);
-        eprintln!("{}: {words}", fault.0);
-        assert_eq!(done.status.code(), Some(1), "{fault:?}: {words}");
-        assert!(words.contains("the kernels of this GPU failed the self-test against the CPU: "), "{fault:?}: {words}");
-        assert!(words.contains(what), "{fault:?}: {words}");
-        assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{fault:?}: something was trained");
+        assert_eq!(done.status.code(), Some(1), "{spoils}: {words}");
+        assert!(words.contains("the kernels of this GPU failed the self-test against the CPU: "), "{spoils}: {words}");
+        assert!(words.contains(what), "{spoils}: {words}");
+        assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{spoils}: something was trained");
     }
-    // Without the look nobody sees it.
-    let ill = Some(of_start(1));
-    ends(at, ill, "sft.toml job.check=false job.steps=1 job.dir=unseen", &[]);
+    // Without the self-test nobody sees it.
+    let ill = [(emulation::SPOILS, GRADIENT)];
+    ends(at, true, "sft.toml job.check=false job.steps=1 job.dir=unseen", &ill);
     // A job that leaves the device open does not leave the GPU.
-    let done = run(at, ill, &format!("sft.toml job.dir=open {DEFAULTS}"), &[]);
+    let done = run(at, true, &format!("sft.toml job.dir=open {DEFAULTS}"), &ill);
     let words = flat(&done);
     let why =
         "error: GPU 0 at 0000:3b:00.0: the kernels of this GPU failed the self-test against the CPU: the gradient of";
@@ -63,11 +72,11 @@ fn a_job_that_keeps_sampling_masks_is_refused_where_there_is_a_gpu_and_runs_on_t
     let Some(dir) = emulated(CONFIG) else { return };
     let line = "ppo.toml job.steps=1 job.dir=masked rollout.top_k=5 rollout.keep_sampling_mask=true";
     for device in ["job.device=gpu", DEFAULTS] {
-        let done = run(dir.path(), Some(SOUND), &format!("{line} {device}"), &[]);
+        let done = run(dir.path(), true, &format!("{line} {device}"), &[]);
         let why = "GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet";
         assert!(done.status.code() == Some(2) && flat(&done).contains(why), "{}", flat(&done));
     }
-    ends(dir.path(), Some(SOUND), &format!("{line} {DEFAULTS} job.device=cpu"), &[]);
+    ends(dir.path(), true, &format!("{line} {DEFAULTS} job.device=cpu"), &[]);
     assert_eq!(number(&metrics(dir.path(), "masked")[0], "logprob_gap_max").to_bits(), 0);
 }
 
@@ -76,27 +85,27 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let job = |to: &str| format!("sft.toml job.steps=2 job.dir={to} {DEFAULTS}");
-    let words = ends(at, Some(SOUND), &job("gpu"), &[]);
+    let words = ends(at, true, &job("gpu"), &[]);
     assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
     for line in ["device = \"gpu\"", "dtype = \"bf16\"", "gemm = \"cublaslt\""] {
         assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
     }
-    let words = ends(at, None, &job("cpu"), &[]);
+    let words = ends(at, false, &job("cpu"), &[]);
     assert!(words.contains("no GPU: ") && words.contains(" f32 "), "{words}");
     for line in ["device = \"cpu\"", "dtype = \"f32\"", "gemm = \"exact\""] {
         assert!(resolved(at, "cpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "cpu"));
     }
-    ends(at, None, "sft.toml job.steps=2 job.device=cpu model.dtype=f32 job.dir=said", &[]);
+    ends(at, false, "sft.toml job.steps=2 job.device=cpu model.dtype=f32 job.dir=said", &[]);
     assert_eq!(losses(at, "cpu"), losses(at, "said"));
     // What the GPU saved goes on without one, and says what is other.
-    let words = ends(at, None, &format!("sft.toml job.steps=3 job.dir=gpu {DEFAULTS}"), &[]);
+    let words = ends(at, false, &format!("sft.toml job.steps=3 job.dir=gpu {DEFAULTS}"), &[]);
     for change in ["job.device = \"cpu\" (was \"gpu\")", "model.dtype = \"f32\" (was \"bf16\")"] {
         assert!(words.contains("resuming with changes: ") && words.contains(change), "{words}");
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
     // What no GPU holds.
     for device in ["auto", "gpu"] {
-        let done = run(at, Some(SOUND), &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
+        let done = run(at, true, &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
         let (words, why) = (
             flat(&done),
             "error: GPUs do not support model.dtype = \"f32\": they hold weights and activations in bf16",
@@ -113,27 +122,27 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
     // On a busy machine, the faster product is otherwise a matter of luck.
     let (slow, fast) = ([("EMULATED_CUBLASLT_DELAY_MS", "100")], [("EMULATED_MATMUL_DELAY_MS", "5")]);
     let job = |steps, to: &str| format!("sft.toml sft.loss_on=all job.gemm=auto job.steps={steps} job.dir={to}");
-    let words = ends(at, Some(SOUND), &job(2, "exact"), &slow);
+    let words = ends(at, true, &job(2, "exact"), &slow);
     assert!(words.contains("gemm exact measured two GEMMs, for all passes of 128 tokens in a step: "), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
-    let words = ends(at, Some(SOUND), &job(2, "fast"), &fast);
+    let words = ends(at, true, &job(2, "fast"), &fast);
     assert!(words.contains("gemm cublaslt: GEMMs of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
     assert!(words.contains(" measured two GEMMs, for all passes of 128 tokens in a step: "), "{words}");
     // A resume goes on with what the run began with, whatever it would measure now.
-    let words = ends(at, Some(SOUND), &job(3, "exact"), &[]);
+    let words = ends(at, true, &job(3, "exact"), &[]);
     assert!(
         words.contains(
             "gemm exact, as at the start of the run measured two GEMMs, for all passes of 128 tokens in a step: "
         ),
         "{words}"
     );
-    let words = ends(at, Some(SOUND), &job(3, "fast"), &slow);
+    let words = ends(at, true, &job(3, "fast"), &slow);
     assert!(words.contains("gemm cublaslt, as at the start of the run: GEMMs of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     assert!(resolved(at, "fast").contains("gemm = \"cublaslt\""));
     // Bit for bit, as if it had been said.
     let said = "sft.toml sft.loss_on=all job.gemm=exact job.steps=3 job.dir=said";
-    ends(at, Some(SOUND), said, &[]);
+    ends(at, true, said, &[]);
     assert_eq!(losses(at, "exact"), losses(at, "said"));
 }
 
@@ -153,7 +162,7 @@ fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
             .args(line.split(' '));
         mpirun.output().expect("mpirun starts")
     };
-    let ill = format!("{}={}", emulation::FAULT, of_start(1));
+    let ill = format!("{}={GRADIENT}", emulation::SPOILS);
     let computes =
         "GPU 1 at 0000:af:00.0: the kernels of this GPU failed the self-test against the CPU: the gradient of";
     let nowhere = "/nowhere/libcuda.so is not on this machine";
@@ -190,7 +199,7 @@ fn models_of_all_kinds_pass_with_both_products() {
         crate::jobs::rlhf_hpc(at, &format!("init --config other.json --tokenizer tokenizer --out {kind}"));
         let sets = format!("model.actor={kind} job.dir=of-{kind}");
         let job = format!("ppo.toml job.check=true job.gemm=cublaslt --dry-run {sets}");
-        let words = ends(at, Some(SOUND), &job, &[]);
+        let words = ends(at, true, &job, &[]);
         let gap = words.split("largest gap").nth(1).and_then(|words| words.split(" %").next());
         let gap = gap.and_then(|words| words.rsplit(' ').next());
         let gap: f64 = gap.and_then(|gap| gap.parse().ok()).unwrap_or_else(|| panic!("{words}"));

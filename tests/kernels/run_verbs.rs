@@ -1,8 +1,8 @@
 //! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
 
-use crate::faults::{OF_STARTS, of_start};
-use crate::jobs::{SOUND, command, command_on, output_text, prepare, with};
-use crate::{device, on_a_real_gpu};
+use crate::jobs::{command, output_text, prepare, with};
+use crate::run_start::HIDDEN;
+use crate::{device, emulation, on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
@@ -26,10 +26,10 @@ const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "l
 /// The error of a log-probability that bf16 explains, in nats (the largest of a thousand was 0.082).
 const NATS: f64 = 0.12;
 
-/// A verb on the model `model` and the rows of `input`, on an emulated GPU with the fault of this number.
-fn verb(at: &Path, verb: &str, model: &str, input: &str, fault: usize, more: &str) -> Output {
+/// A verb on the model `model` and the rows of `input`, on an emulated GPU.
+fn verb(at: &Path, verb: &str, model: &str, input: &str, more: &str) -> Output {
     let line = format!("{verb} --model {model} --input {input} {more}");
-    command_on(Some(fault), at, &line).output().expect("the binary starts")
+    command(1, at, &line).output().expect("the binary starts")
 }
 
 fn lines(done: &Output) -> Vec<Value> {
@@ -40,7 +40,7 @@ fn lines(done: &Output) -> Vec<Value> {
 
 /// The answers of a verb on the GPU, without a self-test before, and on the CPU.
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &str) -> [Vec<Value>; 2] {
-    let on = |device: &str| verb(at, name, model, input, SOUND, &format!("{more} --device {device}"));
+    let on = |device: &str| verb(at, name, model, input, &format!("{more} --device {device}"));
     let (gpu, cpu) = (on("gpu --no-check"), on("cpu"));
     assert!(output_text(&gpu).contains(" in bf16, kernels not checked (--no-check)"), "{}", output_text(&gpu));
     assert!(output_text(&cpu).contains(" in f32\n"), "{}", output_text(&cpu));
@@ -147,7 +147,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
     write(at, "few.jsonl", &rows(&lengths[..10]));
     let run = |input: &str, tokens: &str| {
         let more = format!("--device gpu --no-check --batch-tokens {tokens}");
-        verb(at, "logprobs", "model", input, SOUND, &more)
+        verb(at, "logprobs", "model", input, &more)
     };
     // Rows that are longer than that, too.
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
@@ -201,21 +201,21 @@ fn a_gpu_that_computes_other_things_gives_no_answers() {
     }
     let dir = prepared();
     let at = dir.path();
-    let [hidden, draws] = [0, 2].map(of_start);
-    let run = |name: &str, fault, more: &str| verb(at, name, "model", "rows.jsonl", fault, more);
+    let run = |name: &str, more: &str| {
+        let line = format!("{name} --model model --input rows.jsonl {more}");
+        command(1, at, &line).env(emulation::SPOILS, HIDDEN).output().expect("the binary starts")
+    };
     let wrong = "the kernels of this GPU failed the self-test against the CPU: ";
     for (name, device) in [("generate", "--device gpu"), ("logprobs", "--device gpu"), ("logprobs", "")] {
-        let done = run(name, hidden, device);
+        let done = run(name, device);
         let said = output_text(&done);
         assert!(done.status.code() == Some(1) && said.contains(wrong) && said.contains("the hidden state"), "{said}");
         assert!(said.contains("--no-check") && said.contains("--device cpu") && !said.contains("job."), "{said}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
     // Without the comparison nobody sees it.
-    let right = run("logprobs", SOUND, "");
-    assert_ne!(lines(&run("logprobs", hidden, "--no-check")), lines(&right));
-    let done = run("generate", draws, "--device gpu");
-    assert!(done.status.code() == Some(1) && output_text(&done).contains(OF_STARTS[2].1), "{}", output_text(&done));
+    let right = verb(at, "logprobs", "model", "rows.jsonl", "");
+    assert_ne!(lines(&run("logprobs", "--no-check")), lines(&right));
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_t
     let at = dir.path();
     prepare(at, &with(CONFIG, &json!({"head_dim": 48})));
     write(at, "rows.jsonl", &rows(&[3, 9]));
-    let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", SOUND, more);
+    let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", more);
     let known = "the head dim must be one of 32, 64, 80, 96, 128, 256";
     assert_eq!(lines(&run("--device cpu")).len(), 2);
     // Weights in f32 are the CPU's alone.

@@ -8,8 +8,7 @@
 // are not reached; waits in a capture; memory beyond EMULATED_BYTES. Its compute capability is EMULATED_CAPABILITY (80 if
 // unset), and it loads PTX on any. It also rejects copies of host memory that is not
 // pinned, which a real driver makes, but not asynchronously, and launches with another number of arguments than the
-// kernel has. With EMULATED_FORGETS=1 its first stream does not wait for others, with 2 the others do not wait, with 3
-// none does. It has EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
+// kernel has. It has EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
 //
 // A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
 // again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
@@ -86,11 +85,9 @@ const Words WORDS[] = {
     {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered", true},
     {LaunchOutOfResources, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch", false},
     {LaunchFailed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure", true},
-    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "system has unsupported display driver / cuda driver combination", false},
     {CaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing", false},
     {CaptureInvalidated, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "operation failed due to a previous error during capture",
      false},
-    {999, "CUDA_ERROR_UNKNOWN", "unknown error", true},
 };
 
 const Words* words_of(int status) {
@@ -136,17 +133,13 @@ int ready() {
     return fault;
 }
 
-// The requested result of a call. A call that fails late has started work that fails, or never ends, when the first
-// stream reaches it.
+// The requested result of a call. A call that fails late has started work that fails when the first stream reaches it.
 int told(const char* call) {
     failing::Answer answer = failing::next(call);
-    if (!answer.status && !answer.hangs) return Success;
+    if (!answer.status) return Success;
     int status = answer.status;
-    if (answer.hangs || (answer.late && !streams.empty())) {
-        streams[0]->add([=] {
-            for (bool hangs = answer.hangs; hangs;) std::this_thread::sleep_for(std::chrono::seconds(1));
-            fault = status;
-        });
+    if (answer.late && !streams.empty()) {
+        streams[0]->add([=] { fault = status; });
         return Success;
     }
     const Words* known = words_of(status);
@@ -171,15 +164,9 @@ void try_all() {
     unfinished = false;
 }
 
-// Whether a wait of the first stream, or of another one, is left out, as EMULATED_FORGETS requests.
-bool is_forgotten(bool is_first) {
-    static const char* told = std::getenv("EMULATED_FORGETS");
-    return told && (!std::strcmp(told, is_first ? "1" : "2") || !std::strcmp(told, "3"));
-}
-
-// Whether the GPU does nothing by itself: tests want it as late as can be (EMULATED_FORGETS is set, to anything).
+// Whether the GPU does nothing by itself: tests want it as late as can be (EMULATED_PASSIVE).
 bool is_late() {
-    static bool late = std::getenv("EMULATED_FORGETS") != nullptr;
+    static bool late = std::getenv("EMULATED_PASSIVE") != nullptr;
     return late;
 }
 
@@ -496,8 +483,6 @@ API cuStreamWaitEvent(Stream* stream, Event* event, unsigned) {
     READY;
     Stream* other = event->stream;
     uint64_t place = event->recorded;
-    // The first stream that was made is the one of all kernels.
-    if (is_forgotten(stream == streams[0])) return Success;
     if (uint64_t id = event->capture) {
         auto of = capturing.find(id);
         if (of == capturing.end()) return ends_capture(stream, CapturedEvent);
@@ -687,7 +672,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         }
         static failing::Calls spoils("EMULATED_SPOILS");
         failing::Answer spoiled = spoils.next(function->name.c_str());
-        if (spoiled.comes) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(spoiled.status)]), 0xff, 4);
+        if (spoiled.comes) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(spoiled.status)]), 0, 1024);
     };
     stream->add(std::move(run), std::move(uses));
     // A launch that blocks returns its failure itself, and others may follow.

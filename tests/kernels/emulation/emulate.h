@@ -46,9 +46,6 @@ __attribute__((const)) unsigned threads_x();
 __attribute__((const)) unsigned block_along(int axis);
 __attribute__((const)) unsigned blocks_along(int axis);
 
-// Whether the kernels have this fault (tests/kernels/faults.rs): the number that EMULATED_FAULT names.
-__attribute__((const)) bool planted(int fault);
-
 void* shared_variable(const char* name, size_t bytes);
 u8* dynamic_shared();
 void sync_block();

@@ -4,7 +4,7 @@
 // that call and all later ones; `12:719:late` lets it succeed, and the work that it started fail when the GPU reaches
 // it; `12:hang` never lets the GPU get past it; `@1` at the end means rank 1 alone. Each failure is a line of the file
 // EMULATED_FAILED. EMULATED_SPOILS does the same for kernels: `adamw_step:5:0` lets the fifth run of that kernel leave
-// NaN in the first 4 bytes of its argument 0. EMULATED_CALLS is a file in which every process writes, at its end, the
+// zeros in the first KiB of its argument 0. EMULATED_CALLS is a file in which every process writes, at its end, the
 // number of calls of each function: its rank, name, number.
 #pragma once
 

@@ -119,11 +119,6 @@ void fail(const void* at, const char* format, ...) {
     std::abort();
 }
 
-static const char* const named_fault = std::getenv("EMULATED_FAULT");
-static const int the_fault = named_fault ? std::atoi(named_fault) : 0;
-
-bool planted(int fault) { return fault == the_fault; }
-
 // ---- shared memory ----
 
 void fail_in_arena(State& s, const char* did, u64 address, size_t bytes, const void* at) {
