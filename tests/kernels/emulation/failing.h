@@ -2,7 +2,7 @@
 //
 // EMULATED_FAILS selects them: `cuLaunchKernel:12:719` lets the twelfth call of that function return status 719; `12+`
 // that call and all later ones; `12:719:late` lets it succeed, and the work that it started fail when the GPU reaches
-// it; `12:hang` never lets the GPU get past it; `@1` at the end means rank 1 alone. Each failure is a line of the file
+// it; `1:hang` lets a collective not return for a minute; `@1` at the end means rank 1 alone. Each failure is a line of the file
 // EMULATED_FAILED. EMULATED_SPOILS does the same for kernels: `adamw_step:5:0` lets the fifth run of that kernel leave
 // zeros in the first KiB of its argument 0. EMULATED_CALLS is a file in which every process writes, at its end, the
 // number of calls of each function: its rank, name, number.
