@@ -1,6 +1,6 @@
 //! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
 
-use crate::{device, emulation, on_a_real_gpu};
+use crate::{device, emulation, skip, skip_on_a_real_gpu, skip_without_cubins};
 use rlhf_hpc::device::cuda::Stream;
 use rlhf_hpc::device::cuda::embedded::{CUBINS, KERNELS, units};
 use std::ffi::{c_int, c_void};
@@ -37,7 +37,7 @@ fn test(name: &str) -> Command {
 
 #[test]
 fn values_that_come_and_go_are_right_on_a_gpu_that_copies_as_late_or_as_early_as_it_may() {
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     let [back, updates, go_on] = [
@@ -57,7 +57,7 @@ fn line<'a>(text: &'a str, name: &str) -> &'a str {
 
 #[test]
 fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
-    if CUBINS.is_empty() {
+    if skip_without_cubins() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
@@ -73,7 +73,7 @@ fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
 
 #[test]
 fn gpus_of_8_x_and_9_0_load_cubins_and_newer_ones_load_ptx_without_nvrtc() {
-    if CUBINS.is_empty() {
+    if skip_without_cubins() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
@@ -91,7 +91,7 @@ fn gpus_of_8_x_and_9_0_load_cubins_and_newer_ones_load_ptx_without_nvrtc() {
 
 #[test]
 fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kernel() {
-    if CUBINS.is_empty() {
+    if skip_without_cubins() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
@@ -107,7 +107,7 @@ fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kern
 #[test]
 fn collectives_have_streams_of_the_greatest_priority() {
     let (gpu, _one) = device();
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     let of = |stream: Stream| {
@@ -123,7 +123,7 @@ fn collectives_have_streams_of_the_greatest_priority() {
 
 #[test]
 fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
-    if CUBINS.is_empty() {
+    if skip_without_cubins() {
         return;
     }
     let cache = tempfile::tempdir().expect("a directory");
@@ -191,7 +191,7 @@ fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
 fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds_them() {
     // Cubins of CUDA 13 are of ABI 8, and no driver of CUDA 12 takes them.
     if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
-        return;
+        return skip("no cubins of CUDA 13");
     }
     let (cache, all) = (tempfile::tempdir().expect("a directory"), units().count());
     for compiled in [all, 0] {

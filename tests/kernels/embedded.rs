@@ -1,6 +1,7 @@
 //! The embedded sources are those of `cuda/`, and they compile at run time, too.
 
-use rlhf_hpc::device::cuda::embedded::{self, CUBINS, KERNELS, PTX, SOURCES};
+use crate::skip;
+use rlhf_hpc::device::cuda::embedded::{self, COMPILER, CUBINS, KERNELS, PTX, SOURCES};
 use rlhf_hpc::device::cuda::nvrtc::Nvrtc;
 use rlhf_hpc::device::cuda::{cache, library};
 use std::collections::BTreeSet;
@@ -63,7 +64,7 @@ fn assert_is_cubin(cubin: &[u8], source: &str, wanted: &str) {
 fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
     if CUBINS.is_empty() {
         assert!(!required() && embedded::describe().contains("no cubins"), "{}", embedded::describe());
-        return;
+        return skip(COMPILER);
     }
     let pairs: Vec<(&str, &str)> = CUBINS.iter().map(|cubin| (cubin.source, cubin.arch)).collect();
     let wanted: Vec<(&str, &str)> =
@@ -78,7 +79,7 @@ fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
 fn no_kernel_has_local_memory() {
     let Ok(table) = embedded::resources() else {
         assert!(!required(), "nvcc reports the resources of kernels");
-        return;
+        return skip("only nvcc reports the resources of kernels");
     };
     let rows: Vec<&str> = table.lines().filter(|row| row.contains(" | sm_")).collect();
     assert_eq!(rows.len(), 2 * KERNELS.len(), "each kernel on each architecture");
@@ -104,7 +105,7 @@ fn ptx_is_of_every_source_with_all_its_kernels_where_there_are_cubins() {
 fn nvrtc() -> Option<Nvrtc> {
     let found = library::NVRTC.open(|path| Nvrtc::open(path));
     assert!(found.is_ok() || !required(), "{found:?}");
-    found.ok()
+    found.inspect_err(|why| skip(why)).ok()
 }
 
 /// A directory with the cubins of all sources for `arch`, which is kept from one run of these tests to the next.

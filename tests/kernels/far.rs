@@ -9,7 +9,7 @@ mod products;
 mod rows;
 
 use crate::emulation;
-use crate::{bf16, device, numbers, on_a_real_gpu};
+use crate::{bf16, device, numbers, on_a_real_gpu, skip};
 use rlhf_hpc::device::cuda::{Memory, View, gpu};
 use rlhf_hpc::dtype::DType;
 use std::collections::BTreeSet;
@@ -23,7 +23,7 @@ const VALUES: usize = (1 << 32) + 3 * 8192 + 1000;
 fn has_room(bytes: usize) -> bool {
     let fits = bytes < gpu().free_bytes();
     if !fits {
-        eprintln!("skipped: this GPU has no {bytes} bytes left");
+        skip(&format!("this GPU has no {bytes} bytes left"));
     }
     fits
 }

@@ -3,7 +3,7 @@
 //! it is the machine's own.
 
 use crate::matmul::{Bf16Matrix, Written, bits, forward_holds, gradients_hold, onto_is_a_copy_and_a_sum};
-use crate::{device, emulation, model, on_a_real_gpu};
+use crate::{device, emulation, model, on_a_real_gpu, skip};
 use rlhf_hpc::device::cuda::graph::Graphs;
 use rlhf_hpc::device::cuda::matmul::{Addend, Matrix, MatrixMut, Tile, Way, backward_input, backward_weight, forward};
 use rlhf_hpc::device::cuda::{Gpu, Memory, fast};
@@ -26,7 +26,7 @@ impl Fast {
         match fast::turn(true) {
             Ok(()) => Some(Self { gpu, _one: one }),
             Err(why) if on_a_real_gpu() => {
-                eprintln!("skipped: {why}");
+                skip(&why);
                 None
             }
             Err(why) => panic!("the emulated cuBLASLt: {why}"),

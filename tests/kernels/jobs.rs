@@ -1,6 +1,6 @@
 //! Whole jobs for tests: a tiny model, its data, and the binary on one rank or several.
 
-use crate::{emulation, on_a_real_gpu};
+use crate::{emulation, on_a_real_gpu, skip_on_a_real_gpu};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -126,7 +126,7 @@ pub fn prepared(config: &str) -> TempDir {
 
 /// The same, for a test of what is emulated; none on a real GPU.
 pub fn emulated(config: &str) -> Option<TempDir> {
-    (!on_a_real_gpu()).then(|| prepared(config))
+    (!skip_on_a_real_gpu()).then(|| prepared(config))
 }
 
 /// Copies a run's directory.

@@ -48,9 +48,11 @@ mod step;
 #[path = "../weights.rs"]
 mod weights;
 
+use rlhf_hpc::device::cuda::embedded::{COMPILER, CUBINS};
 use rlhf_hpc::device::cuda::{Gpu, Memory, gpu};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::error::Error;
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
@@ -91,6 +93,28 @@ pub fn refused(wanted: &str, body: impl FnOnce()) {
 /// Whether the tests were asked to run on a real GPU.
 pub fn on_a_real_gpu() -> bool {
     std::env::var_os("RLHF_HPC_KERNELS").is_some_and(|device| device == "gpu")
+}
+
+/// Prints why the running test skips something. Libtest hides what passing tests print, but not this.
+pub fn skip(why: &str) {
+    let thread = std::thread::current();
+    let _ = writeln!(std::io::stderr(), "skipped: {}: {why}", thread.name().unwrap_or("a test"));
+}
+
+/// Whether a test of the emulated GPU runs on a real one, and so is skipped.
+pub fn skip_on_a_real_gpu() -> bool {
+    if on_a_real_gpu() {
+        skip("it needs the emulated GPU");
+    }
+    on_a_real_gpu()
+}
+
+/// Whether a test of the binary's cubins is skipped, as the build had no compiler for them.
+pub fn skip_without_cubins() -> bool {
+    if CUBINS.is_empty() {
+        skip(COMPILER);
+    }
+    CUBINS.is_empty()
 }
 
 /// Runs `body` with the GPU, on the emulated one in both orders of its threads.

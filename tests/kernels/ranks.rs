@@ -2,7 +2,7 @@
 //! a scene.
 
 use crate::jobs::launched;
-use crate::{axes_check, device, emulation, graphs, nccl, on_a_real_gpu, reshard};
+use crate::{axes_check, device, emulation, graphs, nccl, reshard, skip_on_a_real_gpu};
 use rlhf_hpc::comm::{World, shutdown};
 
 /// The task of such a process: the module of its scene, and the scene.
@@ -13,7 +13,7 @@ pub const LATE: (&str, &str) = (emulation::LATE, "1");
 /// Lets `ranks` processes of this target, connected by the emulated NCCL, run a scene. Returns whether all succeed, and
 /// their output. `None` on a real GPU, which the ranks would share.
 pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, String)> {
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return None;
     }
     let mut command = launched(ranks);

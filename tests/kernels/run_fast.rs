@@ -2,7 +2,7 @@
 //! missing.
 
 use crate::jobs::{CONFIG, assert_near, calls, command, emulated, flat, metrics, number, prepared, well};
-use crate::on_a_real_gpu;
+use crate::{on_a_real_gpu, skip, skip_on_a_real_gpu};
 use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 
@@ -15,8 +15,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     let dir = prepared(CONFIG);
     let at = dir.path();
     if on_a_real_gpu() && CublasLt::open().is_err() {
-        eprintln!("skipped: this machine has no cuBLASLt");
-        return;
+        return skip("this machine has no cuBLASLt");
     }
     let counts = at.join("counts");
     let run = |ranks, own: &str, more: &str| {
@@ -43,7 +42,7 @@ fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabi
     // On a GPU the library may well give such small products the same bits.
     let has_gap = |step: &Value| number(step, "logprob_gap_max") > 0.0;
     assert!(on_a_real_gpu() || metrics(at, "rollout").iter().all(has_gap));
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     for form in ["forward", "input", "weight", "in_f32", "added"] {

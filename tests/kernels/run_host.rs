@@ -1,7 +1,7 @@
 //! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
 
 use crate::jobs::{CONFIG, assert_same, calls, command, emulated, metrics, number, output_text, prepared, well, with};
-use crate::on_a_real_gpu;
+use crate::skip_on_a_real_gpu;
 use serde_json::json;
 use std::path::Path;
 use std::process::Command;
@@ -51,7 +51,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
         let who = text.contains("weights of the actor ") && text.contains("mesh.offload");
         assert!(text.contains(said) && who, "{limit}: {text}");
     }
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
@@ -75,7 +75,7 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
 
 #[test]
 fn ranks_that_share_a_gpu_share_what_is_free_and_each_is_described_once() {
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     let dir = prepared(&deep());
@@ -156,7 +156,7 @@ fn resident(at: &Path, line: &str, ends: i32) -> u64 {
 
 #[test]
 fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     // A save takes what a job has resident beyond the same job without one. The signal stops it before the first step.

@@ -2,7 +2,7 @@
 
 use crate::jobs::{command, output_text, prepare, with};
 use crate::run_start::HIDDEN;
-use crate::{device, emulation, on_a_real_gpu};
+use crate::{device, emulation, skip_on_a_real_gpu};
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
@@ -196,7 +196,7 @@ fn rewards_on_the_gpu_are_those_of_the_cpu() {
 
 #[test]
 fn a_gpu_that_computes_other_things_gives_no_answers() {
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     let dir = prepared();
@@ -242,7 +242,7 @@ fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_t
 #[test]
 fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leaves_it() {
     let (_gpu, _one) = device();
-    if on_a_real_gpu() {
+    if skip_on_a_real_gpu() {
         return;
     }
     let arch = arch(CONFIG);
