@@ -297,18 +297,3 @@ fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_
     engine.release();
     assert_eq!(engine.kv_bytes(), 0);
 }
-
-/// Norm, q with k and v, their turn and the way to the cache, attention, output projection, norm, SwiGLU of gate and
-/// up, down.
-#[test]
-fn a_decoded_layer_is_eight_kernels() {
-    let (gpu, _one) = device();
-    let [one, two] = [1, 2].map(|layers| {
-        let blocks = vec![llama().blocks[0]; layers];
-        let (part, mut started) = (tiny(&Arch { blocks, ..llama() }), Vec::new());
-        let mut engine = part.engine(4, false);
-        part.run_seen(None, &mut engine, &plain(4, |_| 4), &mut |_| started.push(gpu.counts.started.get()));
-        started[2] - started[1]
-    });
-    assert_eq!(two - one, 8, "a layer's kernels, of {one} and {two}");
-}
