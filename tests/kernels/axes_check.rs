@@ -93,8 +93,8 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
         let done = command.env("EMULATED_NCCL_FAULT", fault).output().expect("mpirun starts");
         (done.status.success(), flat(&done))
     };
-    let (ran, words) = job(4, "mesh.data=2 mesh.zero=2 job.collectives=nccl job.dir=well", "");
-    assert!(ran && words.contains("collectives checked over tensor, data in "), "{words}");
+    let (ran, words) = job(2, "job.collectives=nccl job.dir=well", "");
+    assert!(ran && words.contains("collectives checked over tensor in "), "{words}");
     let (ran, words) = job(2, "job.dir=lost", "chunk");
     assert!(!ran && words.matches(" at element ").count() == 1, "{words}");
     let named = words.contains("over NCCL on the tensor axis of ranks ") && words.contains("job.collectives = \"mpi\"");
