@@ -31,6 +31,10 @@ impl Url {
         &self.0
     }
 
+    pub fn is_https(&self) -> bool {
+        self.0.get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"))
+    }
+
     /// Whether it was copied from a text that hides its secrets.
     pub fn is_redacted(&self) -> bool {
         self.0.contains(HIDDEN)

@@ -320,13 +320,7 @@ fn check_urls(key: &str, urls: &[Url]) -> crate::error::Result<()> {
         let why = match &parsed {
             Err(e) => format!(" ({e})"),
             Ok(uri) => match (uri.scheme_str(), uri.host()) {
-                (Some("http"), Some(host)) if !host.is_empty() => continue,
-                (Some("https"), _) => {
-                    let hint = "write http://, or use a local proxy that adds TLS (stunnel, nginx)";
-                    return Err(
-                        Error::usage(format!("{key} = \"{url}\": this release does not support https")).hint(hint)
-                    );
-                }
+                (Some("http" | "https"), Some(host)) if !host.is_empty() => continue,
                 _ => String::new(),
             },
         };

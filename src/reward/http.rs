@@ -4,6 +4,7 @@
 
 use super::pool::{Answer, Asked, Failure, Lookup, RewardContext, Worker, reply_bytes_max, retried, rows_of};
 use super::reply::{self, printable};
+use super::tls::{self, Trusted};
 use crate::config::reward::RewardConfig;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
@@ -42,8 +43,8 @@ type Header = (HeaderName, HeaderValue);
 /// `reward.workers` workers for each URL of the reward `key`.
 ///
 /// # Errors
-/// `Service` if a server does not accept connections. `Usage` if an environment variable in `header_env` holds no
-/// header.
+/// `Service` if a server does not accept connections. `Usage` if it is not trusted, or if an environment variable in
+/// `header_env` holds no header.
 pub fn workers(
     config: &RewardConfig,
     key: &str,
@@ -52,7 +53,8 @@ pub fn workers(
     context: &RewardContext,
 ) -> Result<Vec<HttpWorker>> {
     let headers: Arc<[Header]> = header_env.iter().map(|name| header(key, name)).collect::<Result<_>>()?;
-    urls.iter().try_for_each(|url| connect(config, key, url))?;
+    let trusted = urls.iter().any(Url::is_https).then(Trusted::load).transpose()?;
+    urls.iter().try_for_each(|url| connect(config, key, url, trusted.as_ref()))?;
     let timeout = Duration::from_secs_f64(config.timeout_s);
     // A server may close idle connections, so each request has its own connection.
     let agent: Agent = Agent::config_builder()
@@ -62,6 +64,7 @@ pub fn workers(
         .max_redirects_will_error(false)
         .max_idle_connections(0)
         .proxy(None)
+        .tls_config(trusted.map(|all| all.for_requests()).unwrap_or_default())
         .user_agent("rlhf-hpc")
         .build()
         .into();
@@ -93,22 +96,32 @@ fn header(key: &str, variable: &str) -> Result<Header> {
     parsed.ok_or_else(|| wrong("must hold a header, as NAME: VALUE"))
 }
 
-/// Opens and closes a connection, so that an unreachable server is reported before work starts.
-fn connect(config: &RewardConfig, key: &str, url: &Url) -> Result<()> {
+/// Opens and closes a connection, so that a server that is unreachable or not trusted is reported before work starts.
+fn connect(config: &RewardConfig, key: &str, url: &Url, trusted: Option<&Trusted>) -> Result<()> {
     let parsed = url.with_secrets().parse();
     let uri: Uri = parsed.map_err(|e| Error::usage(format!("{key} = \"{url}\" is not a URL: {e}")))?;
     let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
+    let trusted = trusted.filter(|_| url.is_https());
+    let port = uri.port_u16().unwrap_or(if trusted.is_some() { 443 } else { 80 });
+    let open = |address| {
+        let stream = TcpStream::connect_timeout(&address, CONNECT).map_err(|e| e.to_string())?;
+        stream.set_read_timeout(Some(CONNECT)).map_err(|e| e.to_string())?;
+        trusted.map_or(Ok(()), |trusted| trusted.check(host, stream))
+    };
     let attempt = || {
-        let mut why = "its host name has no address".to_string();
-        for address in (host, uri.port_u16().unwrap_or(80)).to_socket_addrs().map_err(|e| e.to_string())? {
-            match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(_) => return Ok(()),
-                Err(e) => why = e.to_string(),
+        let mut failure = Failure::from("its host name has no address".to_string());
+        for address in (host, port).to_socket_addrs().map_err(|e| e.to_string())? {
+            match open(address) {
+                Ok(()) => return Ok(()),
+                Err(e) => failure = e,
             }
         }
-        Err(Failure::from(why))
+        Err(failure)
     };
-    retried(config.retries, attempt).map_err(|(Failure { why, .. }, times)| {
+    retried(config.retries, attempt).map_err(|(Failure { why, again, .. }, times)| {
+        if !again {
+            return Error::usage(format!("{key} = \"{url}\" is not trusted: {why}")).hint(tls::HINT);
+        }
         Error::service(format!("{key} = \"{url}\" does not accept connections ({times}): {why}"))
             .hint("start the server before the job, and use an address that the nodes of the job can reach")
     })

@@ -122,11 +122,6 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["reward.http = \"http://a b/\" is not a URL (invalid uri"],
         "http://HOST:PORT/PATH",
     ),
-    (
-        &["reward.http=[\"http://a:1\", \"https://b:1/score\"]"],
-        &["this release does not support https"],
-        "write http://",
-    ),
     (&["reward.http={ weight = 0.5 }"], &["reward.http must have a url"], ""),
     (&["reward.remote_rm_url=http://a:1"], &["unknown key `remote_rm_url`"], "`reward.http`"),
     (&["reward.rule={ kind = \"exact\", weight = 0.0 }"], &["at least one reward must have a weight other than 0"], ""),

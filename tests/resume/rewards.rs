@@ -1,9 +1,11 @@
 //! Runs whose responses are sent to functions and services while others are being sampled.
 
+use crate::process::Running;
 use crate::resume::job::{Job, place, signal};
 use crate::server::Server;
 use rlhf_hpc::checkpoint::newest;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Notes its calls in a file, and hangs while there is the file `hangs`.
 const REWARD: &str = "import os, time\n\
@@ -219,6 +221,47 @@ fn a_dry_run_reports_a_server_that_is_not_there() {
     let dry = |source: String| job("dead", source).with("reward.retries=0").dry().run();
     dry(format!("reward.http=\"{url}\"")).assert(75, &["reward.http = ", &url, "does not accept connections"]);
     dry(format!("reward.environment=\"{url}\"")).assert(75, &["reward.environment = ", &url]);
+}
+
+/// A certificate for localhost that signs itself, with its key.
+fn certificate(dir: &Path) -> PathBuf {
+    let [key, pem] = ["key.pem", "server.pem"].map(|name| dir.join(name));
+    // The command of `rlhf-hpc help services`.
+    let line = "req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=localhost -addext subjectAltName=DNS:localhost \
+                -addext basicConstraints=critical,CA:FALSE";
+    let mut openssl = Command::new("openssl");
+    let made = openssl.args(line.split_whitespace()).arg("-keyout").arg(&key).arg("-out").arg(&pem).output();
+    let made = made.expect("openssl is on PATH (Debian: openssl)");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let both = [&key, &pem].map(|path| std::fs::read(path).expect("reads")).concat();
+    std::fs::write(&pem, both).expect("writes");
+    pem
+}
+
+#[test]
+fn a_service_with_a_trusted_certificate_scores_and_another_one_ends_the_run_before_its_first_step() {
+    let dir = reward("tls");
+    let pem = certificate(&dir);
+    let server = Server::with(&[&pem]);
+    let url = server.url("right").replace("http://127.0.0.1", "https://localhost");
+    let run = |name: &str, url: &str, trusted: &Path| {
+        let job = job(name, format!("reward.http={{ url = \"{url}\", name = \"reward_func\" }}"));
+        let mut command = job.with("job.steps=1").command();
+        command.env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR");
+        Running::new(command).end()
+    };
+    run("tls", &url, &pem).assert(0, &[]);
+    let unknown = certificate(&reward("tls-other"));
+    let without = Server::start();
+    let plain = without.url("right").replace("http:", "https:");
+    for (name, url, trusted, why) in [
+        ("tls-unknown", &url, &unknown, "is not trusted: invalid peer certificate: BadSignature"),
+        ("tls-host", &url.replace("localhost", "127.0.0.1"), &pem, "certificate not valid for name \"127.0.0.1\""),
+        ("tls-plain", &plain, &pem, "is not trusted: received corrupt message"),
+        ("tls-nothing", &url, &dir.join("missing.pem"), "missing.pem"),
+    ] {
+        run(name, url, trusted).assert(2, &["error: ", why, "hint: export SSL_CERT_FILE=FILE"]);
+    }
 }
 
 #[test]

@@ -168,7 +168,6 @@ fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
         ("{ turns_max = 3 }", "needs either one Python file (python) or servers (http)"),
         ("{ python = \"a.py\", http = \"http://a:1/x\" }", "needs either one Python file (python) or servers (http)"),
         ("[\"a.py\", \"b.py\"]", "at most 1 reward.environment"),
-        ("\"https://a/x\"", "this release does not support https"),
         ("\"nowhere.py\"", "reward.environment: cannot find"),
     ] {
         let error = environment(toml, dir.path()).expect_err(toml);

@@ -1,4 +1,4 @@
-"""A reward service for tests, of Python's standard library: `python3 server.py`.
+"""A reward service for tests, of Python's standard library: `python3 server.py [KEY-AND-CERTIFICATE.pem]`.
 
 Prints its port, and ends when its standard input does. The path of a request says how it behaves, as /hang; as /hang/x only
 where a query has x in it, and as /hang/FILE only while there is such a file (an absolute path). Otherwise a response scores
@@ -7,6 +7,7 @@ its length and a half, or its `level` where the rows have that field.
 
 import json
 import os
+import ssl
 import sys
 import threading
 import time
@@ -123,6 +124,10 @@ class Server(ThreadingHTTPServer):
 
 
 server = Server(("127.0.0.1", 0), Handler)
+if len(sys.argv) > 1:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(sys.argv[1])
+    server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
 print(server.server_port, flush=True)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 sys.stdin.read()

@@ -11,10 +11,20 @@ pub struct Server {
 
 impl Server {
     pub fn start() -> Self {
+        Self::with(&[])
+    }
+
+    /// A server with arguments of `server.py`.
+    pub fn with(arguments: &[&Path]) -> Self {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/reward/server.py");
         let mut python = Command::new("python3");
-        let mut child =
-            python.arg(file).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3 is on PATH");
+        let mut child = python
+            .arg(file)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 is on PATH");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("its port");
         Self { child, port: line.trim().parse().expect("a port") }
