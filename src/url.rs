@@ -18,7 +18,7 @@ static PARTS: LazyLock<Regex> = LazyLock::new(|| {
 });
 
 /// A URL as a job gives it. Display, Debug and serde show `***` in place of user, password and the values of the query.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, schemars::JsonSchema)]
 pub struct Url(String);
 
 impl Url {

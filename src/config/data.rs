@@ -10,7 +10,7 @@ use super::reward::{FromWord, one_or_many};
 use crate::error::{Error, Result};
 
 /// The treatment of a prompt with more than `prompt_tokens_max` tokens. The ledger always counts it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LongPrompts {
     /// The row is filtered.
@@ -25,7 +25,7 @@ pub enum LongPrompts {
 }
 
 /// The order of the rows within an epoch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
     /// The order in the files.
@@ -40,7 +40,7 @@ pub enum Order {
 }
 
 /// The source of a split.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SplitBy {
     /// The splits that the shards were written with.
@@ -67,6 +67,7 @@ table! {
 
 table! {
     /// Held-out rows with a name and with metrics of their own.
+    #[schemars(extend("required" = ["name", "prompts"]))]
     pub struct EvalSetConfig {
         pub name: String = String::new(),
         #[serde(deserialize_with = "one_or_many")]

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use std::path::PathBuf;
 
 /// The device of the models.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromArgValue, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceName {
     Cpu,
@@ -23,7 +23,7 @@ pub enum DeviceName {
 }
 
 /// The backend for collectives of values on GPUs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Collectives {
     /// NCCL over each axis whose ranks have the library and a GPU each; MPI over the others.
@@ -36,7 +36,7 @@ pub enum Collectives {
 }
 
 /// The backend of GEMMs on a GPU.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Gemm {
     /// Our own kernels: the result of a row is bit-identical in every batch.
@@ -72,7 +72,7 @@ impl JobConfig {
 }
 
 /// The part of a forward that the backward recomputes instead of keeping it (arXiv:1604.06174).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// The least recomputation with which the plan finds that the job fits.
@@ -105,6 +105,7 @@ table! {
         pub order: GradientOrder = GradientOrder::Fast,
         pub chunks: usize = 8 => 1.0..=65_536.0,
         #[serde(deserialize_with = "recompute")]
+        #[schemars(transform = super::forms::or_bool)]
         pub recompute: Recompute = Recompute::Auto,
     }
 }

@@ -178,7 +178,7 @@ fn is_foreign_table(value: &Value, path: &[&str]) -> bool {
 }
 
 /// The error of serde for a job with only `value` at `path`; none if serde accepts it.
-pub(super) fn refusal(path: &[&str], value: Value) -> Option<String> {
+fn refusal(path: &[&str], value: Value) -> Option<String> {
     let within = |value, key: &&str| Value::Table(Table::from_iter([((*key).to_string(), value)]));
     Config::deserialize(path.iter().rev().fold(value, within)).err().map(|e| e.message().to_string())
 }

@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// A number, or `"auto"`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase", try_from = "toml::Value")]
+#[schemars(!try_from)]
 pub enum Auto {
     #[default]
     Auto,
@@ -29,7 +30,7 @@ impl TryFrom<toml::Value> for Auto {
 }
 
 /// The state that can be offloaded from device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Offload {
     /// AdamW's moments and master weights, between updates.
@@ -40,7 +41,7 @@ pub enum Offload {
 }
 
 /// The role of a model, or of the reward functions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RoleName {
     Actor,
@@ -53,11 +54,12 @@ pub enum RoleName {
 }
 
 /// Some roles on some ranks.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlacementConfig {
     pub roles: Vec<RoleName>,
     /// World ranks `"from..to"`, the end excluded.
+    #[schemars(regex(pattern = r"^\s*[0-9]+\s*\.\.\s*[0-9]+\s*$"))]
     pub ranks: String,
 }
 

@@ -49,7 +49,7 @@ macro_rules! kinds {
         shared { $($(#[$about_shared:meta])* $kind_shared:ident => $table_shared:ident: $($path_shared:ident)::+,)* }
     ) => {
         /// The kind of job.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
         #[serde(rename_all = "snake_case")]
         pub enum JobKind {
             $($(#[$about])* $kind,)*

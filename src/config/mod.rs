@@ -7,9 +7,10 @@ macro_rules! table {
         $(#[$about:meta])*
         pub struct $name:ident { $($(#[$about_key:meta])* pub $key:ident: $type:ty = $default:expr $(=> $range:expr)?,)* }
     ) => {
-        $(#[$about])*
-        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize, schemars::JsonSchema)]
         #[serde(default, deny_unknown_fields)]
+        #[schemars(transform = crate::config::forms::with_ranges::<$name>)]
+        $(#[$about])*
         pub struct $name {
             $($(#[$about_key])* pub $key: $type,)*
         }
@@ -32,6 +33,7 @@ mod check;
 pub mod checkpoint;
 pub mod data;
 mod effect;
+mod forms;
 pub mod job;
 pub mod limits;
 mod load;
@@ -87,7 +89,7 @@ macro_rules! config {
         shared { $($(#[$about_shared:meta])* $kind_shared:ident => $shared:ident: $($path_shared:ident)::+,)* }
     ) => {
         /// A whole job.
-        #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+        #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
         #[serde(default, deny_unknown_fields)]
         pub struct Config {
             pub job: JobConfig,

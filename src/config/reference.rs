@@ -3,7 +3,7 @@
 use super::aliases;
 use toml::Value as Toml;
 
-pub(super) const REFERENCE: &str = include_str!("../../jobs/reference.toml");
+const REFERENCE: &str = include_str!("../../jobs/reference.toml");
 
 /// A key with its comment, or a table (an empty `key`).
 pub struct Entry {
@@ -33,7 +33,7 @@ impl Entry {
 
 /// The entries of a text in which every value is on one line and below its comment. A comment right below the name of a table
 /// describes the table.
-pub(super) fn entries(text: &str, within: &str) -> Vec<Entry> {
+fn entries(text: &str, within: &str) -> Vec<Entry> {
     let (mut table, mut about, mut all) = (within.to_owned(), Vec::new(), Vec::new());
     let mut is_new = false;
     for line in text.lines() {
@@ -55,7 +55,7 @@ pub(super) fn entries(text: &str, within: &str) -> Vec<Entry> {
 }
 
 /// The entries of a table that the reference shows as a commented example.
-pub(super) fn example(table: &str) -> Vec<Entry> {
+fn example(table: &str) -> Vec<Entry> {
     let inner = REFERENCE.lines().skip_while(|line| *line != format!("# [[{table}]]")).skip(1);
     entries(&inner.map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>().join("\n"), table)
 }

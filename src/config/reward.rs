@@ -14,6 +14,7 @@ use serde::de::{DeserializeOwned, Deserializer, Error as _, IntoDeserializer, Un
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
+use super::forms::word_or_table;
 use super::limits::{self, ABOVE_0, YEAR_S};
 use crate::error::Error;
 use crate::url::Url;
@@ -101,7 +102,7 @@ impl RewardConfig {
 }
 
 /// The treatment of a response for which a function or service fails, after all retries.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OnFailure {
     /// The run ends; the same command resumes it.
@@ -112,7 +113,7 @@ pub enum OnFailure {
 }
 
 /// The criterion of a rule.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RuleKind {
     /// The answer equals the label.
@@ -130,6 +131,7 @@ pub enum RuleKind {
 
 table! {
     /// One rule.
+    #[schemars(transform = word_or_table("kind", &[]))]
     pub struct RuleConfig {
         pub kind: RuleKind = RuleKind::Exact,
         pub name: String = String::new(),
@@ -149,6 +151,7 @@ table! {
 
 table! {
     /// One Python file.
+    #[schemars(transform = word_or_table("file", &["file"]))]
     pub struct PythonConfig {
         pub file: String = String::new(),
         pub function: String = String::new(),
@@ -165,6 +168,7 @@ table! {
 
 table! {
     /// One reward service, on one or several servers.
+    #[schemars(transform = word_or_table("url", &["url"]))]
     pub struct HttpConfig {
         #[serde(deserialize_with = "one_or_many")]
         pub url: Vec<Url> = Vec::new(),
@@ -178,6 +182,7 @@ table! {
 
 table! {
     /// An environment, in a Python file or on servers, which replies to the turns of a response and rewards them.
+    #[schemars(transform = word_or_table("python", &[]))]
     pub struct EnvironmentConfig {
         #[serde(deserialize_with = "one_or_many")]
         pub python: Vec<PythonConfig> = Vec::new(),
@@ -229,6 +234,7 @@ impl FromWord for RuleConfig {
 
 table! {
     /// One reward model.
+    #[schemars(transform = word_or_table("dir", &[]))]
     pub struct ModelRewardConfig {
         pub dir: PathBuf = PathBuf::new(),
         pub name: String = String::new(),
@@ -259,6 +265,7 @@ const JUDGE_PROMPT: &str = "Question:\n{prompt}\n\nAnswer:\n{response}\n\n\
 
 table! {
     /// One judge: a generative model that answers `prompt`; `pattern` finds its score in the answer.
+    #[schemars(transform = word_or_table("dir", &[]))]
     pub struct JudgeConfig {
         pub dir: PathBuf = PathBuf::new(),
         pub prompt: String = JUDGE_PROMPT.to_string(),

@@ -108,6 +108,8 @@ fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
         "reward.python = { file = \"a.py\", pass_env = [\"KEY\"] }",
         "reward.http = \"http://a:1/b\"",
         "reward.http = [{ url = [\"http://a:1/b\", \"http://c:1/b\"], batch = 8 }, { url = \"http://a:1/c\", weight = 0.5 }]",
+        "reward.http = { url = \"https://a/b\", header_env = [\"KEY\", \"OTHER\"] }",
+        "reward.environment = { python = { file = \"a.py\", gpu = true } }",
         "mesh.placement = [{ roles = [\"actor\"], ranks = \"0..8\" }]",
         "mesh.tensor = 2",
         "rollout.stop = \"END\"",

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// The divergence between a student's distribution q and its teacher's p, for each token over the whole vocabulary.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Divergence {
     /// KL(p || q): the student covers all modes of the teacher.
@@ -31,6 +31,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

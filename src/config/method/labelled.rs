@@ -15,6 +15,7 @@ table! {
         // The KL is computed on prompts with the responses of other rows.
         pub minibatch_samples: usize = 64 => 2.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
@@ -49,6 +50,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

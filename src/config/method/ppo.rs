@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// The estimator of advantages from rewards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Estimator {
     /// Generalized advantage estimation with a critic, whitened. arXiv:1506.02438
@@ -55,7 +55,7 @@ impl Estimator {
 }
 
 /// Per-token estimate of the KL divergence from d = logprob - reference logprob.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlEstimator {
     /// d
@@ -83,7 +83,7 @@ impl KlEstimator {
 }
 
 /// The place of the KL penalty.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlIn {
     /// -beta * kl is added to the reward of each token.
@@ -96,7 +96,7 @@ pub enum KlIn {
 }
 
 /// The policy loss.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyLossKind {
     /// PPO's clipped ratio per token. arXiv:1707.06347
@@ -111,7 +111,7 @@ pub enum PolicyLossKind {
 }
 
 /// The aggregation of token losses to one number.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Aggregation {
     /// Sum over tokens / tokens of the whole minibatch.
@@ -124,7 +124,7 @@ pub enum Aggregation {
 }
 
 /// The value after the last token of a response that was truncated by its length.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Truncation {
     /// 0, as if the response had ended by itself.
@@ -135,7 +135,7 @@ pub enum Truncation {
 }
 
 /// The weight for tokens whose sampler differs from the policy of the ratio.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Correction {
     #[default]
@@ -149,7 +149,7 @@ pub enum Correction {
 }
 
 /// The source of the log-probabilities before the update.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OldLogprobs {
     /// `rollout` if rollout and training are bit-identical, else `recompute`.
@@ -202,6 +202,7 @@ table! {
         pub epochs: usize = 1 => 1.0..=10_000.0,
         pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 16_384 => 1.0..=TOKENS,
         pub old_logprobs: OldLogprobs = OldLogprobs::Auto,
     }

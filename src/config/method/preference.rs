@@ -7,7 +7,7 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
 /// The loss of a reward model.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum PairLoss {
     /// -log sigmoid(r_c - r_r - margin) (Bradley-Terry).
@@ -24,6 +24,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }
@@ -56,7 +57,7 @@ impl MethodConfig for RewardModelConfig {
 }
 
 /// The loss of a policy on pairs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum PreferenceLoss {
     /// DPO, with `label_smoothing` cDPO.
@@ -79,6 +80,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
     }
 }

@@ -7,7 +7,7 @@ use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
 /// The tokens that a supervised loss counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LossOn {
     /// Every response (assistant) token.
@@ -24,6 +24,7 @@ table! {
         pub epochs: f64 = 1.0 => 0.0..=1e6,
         pub minibatch_samples: usize = 64 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
+        #[schemars(with = "crate::config::mesh::Auto")]
         pub microbatch_tokens_max: usize = 8192 => 1.0..=TOKENS,
         pub loss_on: LossOn = LossOn::Response,
         pub pretrain_coef: f32 = 0.0 => 0.0..=FINITE,
