@@ -95,6 +95,23 @@ impl Load {
     }
 }
 
+/// Prompts to answer, and how.
+struct RequestBatch<'a> {
+    /// The steps that the prompts belong to.
+    slices: &'a [StepSlice],
+    prompts: &'a [Prompt],
+    /// The prompts to answer now.
+    part: &'a Range<usize>,
+    /// Settings of the responses to each prompt. The responses of each are numbered after those of the one before.
+    configs: &'a [&'a RolloutConfig],
+    /// If set, responses come from beam search.
+    beams: Option<Beams>,
+    /// Responses of an earlier phase: finished ones are kept, the others are continued.
+    partial: &'a [Response],
+    /// Whether responses go to the reward of these ranks.
+    streams: bool,
+}
+
 /// The responses of one rank to a batch of prompts.
 #[derive(Serialize, Deserialize)]
 pub struct RankResponses {
@@ -154,14 +171,14 @@ impl Collector {
         })
     }
 
-    /// Samples responses to this rank's share of the prompts `part`, which belong to the steps of `pieces`. Finished
+    /// Samples responses to this rank's share of the prompts `part`, which belong to the steps of `slices`. Finished
     /// responses in `partial` are kept, and the others there are continued. Each response that ends is sent to its
     /// rewards, if these are on this rank. All ranks that sample call this.
     pub fn rollout(
         &mut self,
         run: &Run,
         model: Model,
-        pieces: &[StepSlice],
+        slices: &[StepSlice],
         prompts: &[Prompt],
         part: &Range<usize>,
         partial: &[Response],
@@ -170,8 +187,9 @@ impl Collector {
         let greedy = greedy(config);
         let configs = if run.config.uses().greedy { &[config, &greedy][..] } else { &[config] };
         let streams = run.ranks.has(RoleName::Reward);
-        self.reward.steps_done = u64::from(pieces[0].step).saturating_sub(1);
-        let answered = self.generate(run, model, pieces, prompts, part, configs, None, partial, streams);
+        self.reward.steps_done = u64::from(slices[0].step).saturating_sub(1);
+        let batch = RequestBatch { slices, prompts, part, configs, beams: None, partial, streams };
+        let answered = self.generate(run, model, &batch);
         let (responses, complete) = run.ranks.axes.all.agree(answered)?;
         self.log_refused_graphs(run);
         let tensor = &run.ranks.rollout_axes.tensor;
@@ -204,26 +222,15 @@ impl Collector {
         self.graphs_logged = true;
     }
 
-    /// Responses to the prompts of `part` that this rank takes, including responses in `partial`, and whether none is
-    /// missing. A stop ends it early. The responses of each of `configs` are numbered after those of the one before. If
-    /// it `streams`, responses go to the reward of these ranks. With `beams` the responses come from beam search.
-    fn generate(
-        &mut self,
-        run: &Run,
-        model: Model,
-        pieces: &[StepSlice],
-        prompts: &[Prompt],
-        part: &Range<usize>,
-        configs: &[&RolloutConfig],
-        beams: Option<Beams>,
-        partial: &[Response],
-        streams: bool,
-    ) -> Result<(Vec<Response>, bool)> {
+    /// Responses to the prompts of a batch that this rank takes, including those to continue, and whether none is
+    /// missing. A stop ends it early.
+    fn generate(&mut self, run: &Run, model: Model, batch: &RequestBatch) -> Result<(Vec<Response>, bool)> {
+        let RequestBatch { slices, prompts, part, configs, beams, streams, .. } = *batch;
         let (config, axes) = (&run.config.rollout, &run.ranks.rollout_axes);
         let of_each: usize = configs.iter().map(|config| config.samples_per_prompt).sum();
         let (queue, failed) = (PromptQueue::new(run, part, beams.is_none()), RefCell::new(None));
         let rng = Rng::new(run.config.job.seed, Purpose::Sample);
-        let (requests, done) = self.requests(prompts, pieces, &queue.prompts, configs, partial)?;
+        let (requests, done) = self.requests(batch, &queue.prompts)?;
         let model = Model { tokenizer: Some(&self.tokenizer), ..model };
         if let Some(bytes) = run.cache_bytes() {
             self.engine.allow(bytes);
@@ -236,8 +243,8 @@ impl Collector {
         let episodes = |of| Episodes::new(of, prompts, &requests, tokenizer, round, &failed, waited);
         let mut episodes = self.environment.as_mut().map(episodes);
         let streams = streams.then(|| axes.tensor.clone());
-        let whole = pieces.iter().find(|piece| piece.tokens_max < usize::MAX);
-        let whole = whole.map_or(prompts.len(), |piece| piece.prompts.start);
+        let whole = slices.iter().find(|slice| slice.tokens_max < usize::MAX);
+        let whole = whole.map_or(prompts.len(), |slice| slice.prompts.start);
         let (done, reward, pending_keys, places) = (&done, &mut self.reward, &mut self.pending_keys, HashMap::new());
         let taken = ClaimedPrompts { reward, pending_keys, prompts, of_each, done, streams, places, whole };
         let (taken, engine, load) = (RefCell::new(taken), &mut self.engine, &mut self.load);
@@ -259,7 +266,7 @@ impl Collector {
             };
             let start = Instant::now();
             let outcome = match beams {
-                None => engine.generate(model, rng, pieces[0].step, &requests, &mut hooks),
+                None => engine.generate(model, rng, slices[0].step, &requests, &mut hooks),
                 Some(beams) => engine.beam_search(model, beams, &requests, &mut hooks),
             };
             *load = outcome.as_ref().map_or_else(|_| Load::default(), |done| Load::new(done, batch_max, start));
@@ -277,16 +284,10 @@ impl Collector {
         Ok(taken.with_done(outcome.responses.into_iter().flatten()))
     }
 
-    /// The requests for `prompts[own]`, and the responses in `partial` that need no request: they have ended, or have the
-    /// maximum length of this phase.
-    fn requests(
-        &self,
-        prompts: &[Prompt],
-        pieces: &[StepSlice],
-        own: &Range<usize>,
-        configs: &[&RolloutConfig],
-        partial: &[Response],
-    ) -> Result<(Vec<Request>, Vec<Response>)> {
+    /// The requests for the prompts `own`, and the responses that need no request: they have ended, or have the maximum
+    /// length of this phase.
+    fn requests(&self, batch: &RequestBatch, own: &Range<usize>) -> Result<(Vec<Request>, Vec<Response>)> {
+        let RequestBatch { slices, prompts, configs, partial, .. } = *batch;
         let mut requests: Vec<Request> = Vec::new();
         for config in configs {
             let first = requests.last().map_or(0, |last| last.sample + 1);
@@ -294,14 +295,14 @@ impl Collector {
             requests.extend(more.into_iter().map(|request| Request { sample: first + request.sample, ..request }));
         }
         requests.sort_by_key(|request| request.prompt);
-        let ids: Vec<u64> = pieces.iter().flat_map(|piece| random_ids(&prompts[piece.prompts.clone()])).collect();
+        let ids: Vec<u64> = slices.iter().flat_map(|slice| random_ids(&prompts[slice.prompts.clone()])).collect();
         let mut known: HashMap<Key, &Response> = partial.iter().map(|r| ((r.prompt, r.sample), r)).collect();
         requests.retain_mut(|request| {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
-            let piece = pieces.iter().find(|piece| piece.prompts.contains(&request.prompt)).expect("a piece has it");
+            let slice = slices.iter().find(|slice| slice.prompts.contains(&request.prompt)).expect("a slice has it");
             let longest = request.new_tokens_max;
-            (request.step, request.new_tokens_max) = (Some(piece.step), longest.min(piece.tokens_max));
+            (request.step, request.new_tokens_max) = (Some(slice.step), longest.min(slice.tokens_max));
             let Some(partial) = known.get(&(request.prompt, request.sample)) else { return true };
             let drawn = partial.tokens.len();
             let goes_on =
@@ -381,18 +382,10 @@ impl Collector {
     ) -> Result<Vec<Answer>> {
         let stopped = || Error::new(Kind::Stopped, "stopped during the evaluation");
         let mut answer = |model| {
-            let all = 0..prompts.len();
-            let (responses, is_complete) = self.generate(
-                run,
-                model,
-                &[StepSlice::whole(step, prompts.len())],
-                prompts,
-                &all,
-                &[config],
-                beams,
-                &[],
-                true,
-            )?;
+            let slices = &[StepSlice::whole(step, prompts.len())];
+            let (part, configs) = (&(0..prompts.len()), &[config][..]);
+            let batch = RequestBatch { slices, prompts, part, configs, beams, partial: &[], streams: true };
+            let (responses, is_complete) = self.generate(run, model, &batch)?;
             Ok(is_complete.then(|| own_share(responses, &run.ranks.rollout_axes.tensor)))
         };
         let mine: Option<Vec<Response>> = run.ranks.all.agree(model.map_or(Ok(Some(Vec::new())), &mut answer))?;
