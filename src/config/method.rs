@@ -9,6 +9,7 @@ pub mod preference;
 pub mod sft;
 
 use super::Config;
+use super::metric::Key;
 use crate::error::Result;
 
 /// Calls a macro with the list of methods: the kind of job, then the name and the type of its table. The table
@@ -66,6 +67,12 @@ macro_rules! kinds {
         /// The keys of all methods that have a condition.
         pub(super) fn needs() -> impl Iterator<Item = &'static Need<Config>> {
             let all = [$($($path)::+::needs(),)* $($($path_shared)::+::needs(),)*];
+            all.into_iter().flatten()
+        }
+
+        /// The metrics of all methods.
+        pub fn metrics() -> impl Iterator<Item = &'static Key> {
+            let all = [$($($path)::+::metrics(),)* $($($path_shared)::+::metrics(),)*];
             all.into_iter().flatten()
         }
 
@@ -183,6 +190,14 @@ pub trait MethodConfig {
     where
         Self: Sized,
     {
+    }
+
+    /// The metrics that no other method has.
+    fn metrics() -> &'static [Key]
+    where
+        Self: Sized,
+    {
+        &[]
     }
 
     /// Keys that have an effect only if a condition holds, in addition to the method's own table.

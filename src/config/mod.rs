@@ -39,6 +39,7 @@ pub mod limits;
 mod load;
 pub mod mesh;
 pub mod method;
+pub mod metric;
 pub mod metrics;
 pub mod model;
 pub mod optim;

@@ -1,6 +1,11 @@
 //! The table of all metrics in a line of `metrics.jsonl`: name, section, unit and meaning of each key.
 //!
-//! Lines are written in the order of this table. TensorBoard shows a key as `section/key`.
+//! Lines are written in the order of this table. The keys of methods (`config::method`) follow the others of their section. TensorBoard shows a key as `section/key`.
+
+use crate::config::method;
+use std::sync::LazyLock;
+
+pub use crate::config::metric::{Key, Unit};
 
 /// Numbers of a step or an evaluation, by their names in `metrics.jsonl`.
 pub type Metrics = Vec<(String, f64)>;
@@ -9,43 +14,12 @@ pub fn named(values: impl IntoIterator<Item = (&'static str, f64)>) -> Metrics {
     values.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }
 
-/// The unit of a metric, in which most names end (`_s`, `_bytes`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
-    One,
-    /// A whole number.
-    Count,
-    /// A share from 0 to 1.
-    Ratio,
-    /// Natural-log units per token.
-    Nats,
-    Tokens,
-    TokensPerSecond,
-    Seconds,
-    Bytes,
-}
-
-impl Unit {
-    /// Whether whole values are written without a decimal point.
-    pub(super) fn is_whole(self) -> bool {
-        matches!(self, Self::Count | Self::Tokens | Self::Bytes)
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Key {
-    pub name: &'static str,
-    pub section: &'static str,
-    pub unit: Unit,
-    pub meaning: &'static str,
-}
-
 macro_rules! table {
     ($($constant:ident = $name:literal, $section:literal, $unit:ident, $meaning:literal;)*) => {
         $(#[doc = $meaning] pub const $constant: &str = $name;)*
 
-        /// Every key, in the order in which lines are written.
-        pub const TABLE: &[Key] = &[
+        /// The keys that are not of one method alone.
+        const SHARED: &[Key] = &[
             $(Key { name: $name, section: $section, unit: Unit::$unit, meaning: $meaning },)*
         ];
     };
@@ -72,9 +46,6 @@ table! {
          labels of steps. kto: the reward is above beta times the KL if the response is desirable, below if it is not.";
     CHOSEN_REWARD_MEAN = "chosen_reward_mean", "reward", One, "Mean reward of the chosen responses.";
     REJECTED_REWARD_MEAN = "rejected_reward_mean", "reward", One, "Mean reward of the rejected responses.";
-    DESIRABLE_REWARD_MEAN = "desirable_reward_mean", "reward", One, "Mean reward of the desirable responses (kto).";
-    UNDESIRABLE_REWARD_MEAN = "undesirable_reward_mean", "reward", One,
-        "Mean reward of the undesirable responses (kto).";
     MARGIN_MEAN = "margin_mean", "reward", One, "Mean difference between the chosen and the rejected reward of a pair.";
 
     LOSS = "loss", "loss", Nats, "Loss of model.actor, mean over the updates of the step.";
@@ -82,8 +53,6 @@ table! {
         "Policy loss of a minibatch, divided as ppo.aggregation sets; mean over the updates of the step.";
     VALUE_LOSS = "value_loss", "loss", One,
         "Value loss of a minibatch, always a mean over its response tokens; mean over the updates of the step.";
-    CE_MEAN = "ce_mean", "loss", Nats,
-        "Mean cross-entropy of the response tokens of the rows in distill jobs, the part of the loss that distill.ce_coef weighs.";
     KL_LOSS = "kl_loss", "loss", Nats, "KL term of the loss before its coefficient, if the KL is in the loss.";
     PTX_LOSS = "ptx_loss", "loss", Nats,
         "Mean cross-entropy of the next tokens of data.pretrain before its coefficient; mean over the updates of the step.";
@@ -245,10 +214,20 @@ pub const EVAL_MAJORITY_AT: &str = "eval_majority_at_";
 /// The prefix before `NAME/accuracy_greedy`, which is [`EVAL_ACCURACY_GREEDY`] of the set NAME of `data.eval_sets`.
 pub const EVAL_OF_SET: &str = "eval/";
 
+/// Every key, in the order in which lines are written.
+static TABLE: LazyLock<Vec<&'static Key>> = LazyLock::new(|| {
+    let mut all: Vec<&Key> = SHARED.iter().collect();
+    for key in method::metrics() {
+        let last = all.iter().rposition(|other| other.section == key.section);
+        all.insert(last.map_or(all.len(), |last| last + 1), key);
+    }
+    all
+});
+
 /// Returns the row of a key, which may contain the name of a set and a number of samples.
 pub fn find(name: &str) -> Option<&'static Key> {
     let row = of_set(name).map_or(name.to_string(), |(_, of_split)| format!("eval_{of_split}"));
-    TABLE.get(rank(&row))
+    TABLE.get(rank(&row)).copied()
 }
 
 /// Splits the key of a set into the name of the set and the rest, which follows `eval_` in a key of the eval split.
@@ -261,7 +240,7 @@ pub fn rank(name: &str) -> usize {
     let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
     let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);
     let prefix = [EVAL_PASS_AT, EVAL_AVG_AT, EVAL_MAJORITY_AT].into_iter().find(of_samples);
-    let is_row = |key: &Key| prefix.map_or(key.name == name, |prefix| key.name.strip_prefix(prefix) == Some("K"));
+    let is_row = |key: &&Key| prefix.map_or(key.name == name, |prefix| key.name.strip_prefix(prefix) == Some("K"));
     TABLE.iter().position(is_row).unwrap_or(TABLE.len())
 }
 
@@ -292,7 +271,7 @@ mod tests {
 
     #[test]
     fn names_end_in_their_unit_where_the_unit_has_a_suffix() {
-        for key in TABLE {
+        for key in TABLE.iter() {
             assert_eq!(key.name.ends_with("_s") && !key.name.ends_with("_per_s"), key.unit == Unit::Seconds, "{key:?}");
             assert_eq!(key.name.ends_with("_per_s"), key.unit == Unit::TokensPerSecond, "{key:?}");
             assert_eq!(key.name.ends_with("_bytes"), key.unit == Unit::Bytes, "{key:?}");

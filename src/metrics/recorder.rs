@@ -90,7 +90,7 @@ impl Recorder {
         self.live.as_ref().map_or_else(ProgressBar::hidden, |live| live.terminal.phase(name, total))
     }
 
-    /// Records the metrics of a step, whose keys are in [`keys::TABLE`]. Warns about values that are not finite.
+    /// Records the metrics of a step, whose keys `metrics::keys` describes. Warns about values that are not finite.
     pub fn step(&mut self, step: u64, values: &[(impl AsRef<str>, f64)]) -> Result<()> {
         self.record(step, values, MetricsFile::append, Terminal::step)
     }

@@ -8,6 +8,8 @@ use super::samples;
 use super::source::{Source, is_result, keys_of, settings_of, title_of};
 use super::text::{escape, put};
 use crate::config::Config;
+use crate::config::method::distill::CE_MEAN;
+use crate::config::method::labelled::{DESIRABLE_REWARD_MEAN, UNDESIRABLE_REWARD_MEAN};
 use crate::metrics::{eval_table, keys, name_of_rows};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +23,7 @@ const LEARNING: &[(&str, &[&str])] = &[
     ("Accuracy", &[keys::ACCURACY]),
     ("Margin", &[keys::MARGIN_MEAN]),
     ("Reward of chosen and rejected", &[keys::CHOSEN_REWARD_MEAN, keys::REJECTED_REWARD_MEAN]),
-    ("Reward of desirable and undesirable", &[keys::DESIRABLE_REWARD_MEAN, keys::UNDESIRABLE_REWARD_MEAN]),
+    ("Reward of desirable and undesirable", &[DESIRABLE_REWARD_MEAN, UNDESIRABLE_REWARD_MEAN]),
     ("KL to the reference or the teachers", &[keys::KL_MEAN]),
     ("Entropy per token", &[keys::ENTROPY]),
     ("Response length", &[keys::RESPONSE_TOKENS_MEAN]),
@@ -29,7 +31,7 @@ const LEARNING: &[(&str, &[&str])] = &[
 ];
 const UPDATES: &[(&str, &[&str])] = &[
     ("Loss", &[keys::LOSS]),
-    ("Cross-entropy of data rows", &[keys::CE_MEAN]),
+    ("Cross-entropy of data rows", &[CE_MEAN]),
     ("Policy loss", &[keys::POLICY_LOSS]),
     ("Value loss", &[keys::VALUE_LOSS]),
     ("KL loss", &[keys::KL_LOSS]),

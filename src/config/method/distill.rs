@@ -4,6 +4,7 @@ use super::ppo::OldLogprobs;
 use super::{MethodConfig, Need, RowKind, Uses};
 use crate::config::Config;
 use crate::config::limits::{FINITE, SAMPLES, TOKENS, check_weights};
+use crate::config::metric::{Key, Unit};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -100,6 +101,8 @@ fn check_rollout(Config { rollout, reward, .. }: &Config) -> Result<()> {
     if reward.is_set() { reward.check() } else { Ok(()) }
 }
 
+pub const CE_MEAN: &str = "ce_mean";
+
 impl MethodConfig for DistillConfig {
     fn title(&self) -> String {
         if self.on_policy { "on-policy distillation" } else { "distillation" }.into()
@@ -131,6 +134,16 @@ impl MethodConfig for DistillConfig {
     fn fill_defaults(config: &mut Config) {
         // There is no ratio to the log-probabilities at sampling.
         config.ppo.old_logprobs = OldLogprobs::Rollout;
+    }
+
+    fn metrics() -> &'static [Key] {
+        &[Key {
+            name: CE_MEAN,
+            section: "loss",
+            unit: Unit::Nats,
+            meaning: "Mean cross-entropy of the response tokens of the rows in distill jobs, the part of the loss that \
+                      distill.ce_coef weighs.",
+        }]
     }
 
     fn needs() -> &'static [Need<Config>] {

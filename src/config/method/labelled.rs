@@ -3,6 +3,7 @@
 use super::{MethodConfig, Need, RowKind, Uses};
 use crate::config::Config;
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
+use crate::config::metric::{Key, Unit};
 use crate::error::{Error, Result};
 
 table! {
@@ -20,6 +21,9 @@ table! {
     }
 }
 
+pub const DESIRABLE_REWARD_MEAN: &str = "desirable_reward_mean";
+pub const UNDESIRABLE_REWARD_MEAN: &str = "undesirable_reward_mean";
+
 impl MethodConfig for KtoConfig {
     fn title(&self) -> String {
         "KTO".into()
@@ -35,6 +39,14 @@ impl MethodConfig for KtoConfig {
 
     fn check(&self, _config: &Config) -> Result<()> {
         Ok(())
+    }
+
+    fn metrics() -> &'static [Key] {
+        const OF_KTO: Key = Key { name: "", section: "reward", unit: Unit::One, meaning: "" };
+        &[
+            Key { name: DESIRABLE_REWARD_MEAN, meaning: "Mean reward of the desirable responses (kto).", ..OF_KTO },
+            Key { name: UNDESIRABLE_REWARD_MEAN, meaning: "Mean reward of the undesirable responses (kto).", ..OF_KTO },
+        ]
     }
 
     fn needs() -> &'static [Need<Config>] {

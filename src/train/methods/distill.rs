@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::config::method::distill::DistillConfig;
+use crate::config::method::distill::{CE_MEAN, DistillConfig};
 use crate::data::SftRow;
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -26,7 +26,7 @@ const TOKENS: &str = "distilled_tokens";
 pub const UPDATES: &str = "updates";
 
 /// The token metrics of a step: keys, and the counts that divide their sums.
-pub const REPORTED: &[(&str, &str)] = &[(keys::LOSS, UPDATES), (keys::CE_MEAN, TOKENS), (keys::KL_MEAN, TOKENS)];
+pub const REPORTED: &[(&str, &str)] = &[(keys::LOSS, UPDATES), (CE_MEAN, TOKENS), (keys::KL_MEAN, TOKENS)];
 
 /// The teachers of a job, with their weights in its loss.
 pub struct Distill(Vec<(Role, f32)>);
@@ -160,7 +160,7 @@ impl Distillation<'_> {
             (TOKENS, logprobs.len() as f64),
         ]);
         if !self.config.on_policy {
-            sums.add(&Sums::from_list([(keys::CE_MEAN, ce)]));
+            sums.add(&Sums::from_list([(CE_MEAN, ce)]));
         }
         sums
     }

@@ -5,6 +5,7 @@ use super::pairs::TIES;
 use super::reference::{self, Reference};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
+use crate::config::method::labelled::{DESIRABLE_REWARD_MEAN, UNDESIRABLE_REWARD_MEAN};
 use crate::data::{LabelledRow, RowSource};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
@@ -109,8 +110,7 @@ impl Method for Kto {
     fn update(&mut self, run: &Run, learner: &mut Learner, batch: &Minibatch<Self>) -> Result<Numbers> {
         let count = batch.rows.len() as f64;
         let sums = supervised::update(self, run, learner, batch, 1.0 / count)?;
-        let mut numbers =
-            sums.means(&[(keys::DESIRABLE_REWARD_MEAN, DESIRABLE), (keys::UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
+        let mut numbers = sums.means(&[(DESIRABLE_REWARD_MEAN, DESIRABLE), (UNDESIRABLE_REWARD_MEAN, UNDESIRABLE)]);
         let (loss, accuracy) = (sums.get(keys::LOSS), sums.get(keys::ACCURACY) / count);
         numbers.extend([(keys::LOSS, loss), (keys::ACCURACY, accuracy), (keys::KL_MEAN, batch.precomputed.kl)]);
         Ok(numbers)
@@ -164,7 +164,7 @@ impl ExampleLoss for Kto {
 
 /// Keys of the number of responses of a label, and of their rewards: beta times the log-ratio to the reference.
 fn of_label(is_desirable: bool) -> [&'static str; 2] {
-    if is_desirable { [DESIRABLE, keys::DESIRABLE_REWARD_MEAN] } else { [UNDESIRABLE, keys::UNDESIRABLE_REWARD_MEAN] }
+    if is_desirable { [DESIRABLE, DESIRABLE_REWARD_MEAN] } else { [UNDESIRABLE, UNDESIRABLE_REWARD_MEAN] }
 }
 
 fn tokens(row: &LabelledRow) -> Tokens<'_> {
