@@ -55,8 +55,6 @@ macro_rules! text {
 }
 
 const REWARD: (&str, &str) = ("reward.py", text!("recipes/reward.py"));
-/// The keys to change in a recipe whose reward is a rule.
-const RL_CHANGE: &str = "model.actor, data.prompts and data.label_key; reward: a rule, python, http, models or judge (rlhf-hpc help rewards)";
 const SLURM: (&str, &str) = ("slurm.sh", text!("slurm.sh"));
 const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
 
@@ -64,68 +62,29 @@ const SBATCH: &str = "cd DIR && RLHF_HPC=BINARY RLHF_JOB=JOB.toml sbatch NAME";
 const JOB: Recipe =
     Recipe { name: "", about: "", file: "", text: "", beside: &[], change: "", next: "rlhf-hpc run FILE --dry-run" };
 
-/// A recipe of jobs/recipes: its name, which is also its file's, a description, and the keys to change.
+/// A recipe of jobs/recipes, which describes itself (`Recipe::about`, `Recipe::change`).
 macro_rules! recipe {
-    ($name:literal, $about:literal, $change:expr) => {
-        Recipe { name: $name, about: $about, text: text!("recipes/", $name, ".toml"), change: $change, ..JOB }
+    ($name:literal) => {
+        Recipe { name: $name, text: text!("recipes/", $name, ".toml"), ..JOB }
     };
 }
 
 const RECIPES: &[Recipe] = &[
-    recipe!("sft", "supervised fine-tuning on prompts with responses", "model.actor, data.prompts"),
-    recipe!(
-        "reward-model",
-        "reward model: scores responses, trained on pairs of a chosen and a rejected response",
-        "model.actor, data.prompts"
-    ),
-    recipe!(
-        "dpo",
-        "DPO: trains a policy on the same pairs, without a reward model; also IPO, SimPO and ORPO",
-        "model.actor, data.prompts"
-    ),
-    recipe!(
-        "kto",
-        "KTO: trains a policy on single responses that are labeled good or bad",
-        "model.actor, data.prompts and data.label_key"
-    ),
-    recipe!(
-        "step-reward",
-        "process reward model: predicts after each step of an answer whether the step is correct",
-        "model.actor, data.prompts and data.label_key, step_reward.placeholder"
-    ),
-    recipe!(
-        "distill",
-        "distillation: a student learns a teacher's token distributions on given responses",
-        "model.actor, model.teachers, data.prompts"
-    ),
-    recipe!(
-        "distill-on-policy",
-        "on-policy distillation: the same on the student's own responses",
-        "model.actor, model.teachers, data.prompts; optionally reward"
-    ),
-    recipe!("grpo", "GRPO: a group of responses to each prompt, a rule as reward, no critic", RL_CHANGE),
-    recipe!("dapo", "DAPO: GRPO on prompts whose responses differ in reward, a higher upper clip, no KL", RL_CHANGE),
-    recipe!("rloo", "RLOO: the other responses to a prompt as baseline, no critic", RL_CHANGE),
-    recipe!("remax", "ReMax: the greedy response to each prompt as baseline, no critic, no groups", RL_CHANGE),
-    recipe!("reinforce++", "REINFORCE++: one response to each prompt, no critic, no groups", RL_CHANGE),
-    Recipe {
-        beside: &[REWARD],
-        ..recipe!(
-            "ppo-python-reward",
-            "PPO with a critic, scored by a Python function (reward.py)",
-            "model.actor, data.prompts and data.label_key, the function in reward.py"
-        )
-    },
-    recipe!(
-        "eval",
-        "evaluation of a model or a checkpoint: several sets, pass@k, majority vote; no training",
-        "model.actor, data.prompts, data.eval_sets, data.label_key, and the reward as in training"
-    ),
-    recipe!(
-        "long-context",
-        "rows of 32,768 tokens, sharded over several ranks: sequence axis, ring attention",
-        "model.actor, data.prompts, mesh.sequence for your rows and GPUs"
-    ),
+    recipe!("sft"),
+    recipe!("reward-model"),
+    recipe!("dpo"),
+    recipe!("kto"),
+    recipe!("step-reward"),
+    recipe!("distill"),
+    recipe!("distill-on-policy"),
+    recipe!("grpo"),
+    recipe!("dapo"),
+    recipe!("rloo"),
+    recipe!("remax"),
+    recipe!("reinforce++"),
+    Recipe { beside: &[REWARD], ..recipe!("ppo-python-reward") },
+    recipe!("eval"),
+    recipe!("long-context"),
     Recipe {
         name: "ppo-7b",
         about: "PPO of Llama-2-7B with a critic on 2 nodes x 8 GPUs; can be planned without weights",
@@ -166,13 +125,33 @@ const RECIPES: &[Recipe] = &[
     },
 ];
 
+impl Recipe {
+    /// The first line of a recipe that describes itself.
+    fn about(&self) -> String {
+        if self.about.is_empty() { self.header(0).join(" ") } else { self.about.to_owned() }
+    }
+
+    /// The keys to change: the second line of a recipe that describes itself, after `Change:`, with its continuation.
+    fn change(&self) -> String {
+        let own = || self.header(1).join(" ").trim_start_matches("Change: ").to_owned();
+        if self.change.is_empty() { own() } else { self.change.to_owned() }
+    }
+
+    /// A line of the header, with the indented lines that continue it.
+    fn header(&self, n: usize) -> Vec<&'static str> {
+        let lines = self.text.lines().map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>();
+        let mut all = lines.chunk_by(|_, next| next.starts_with("  "));
+        all.nth(n).unwrap_or_default().iter().map(|line| line.trim()).collect()
+    }
+}
+
 pub fn run(args: &Args) -> Result<()> {
     if let Some(What::Copy(copy)) = &args.what {
         return self::copy(copy);
     }
     let width = RECIPES.iter().map(|recipe| recipe.name.len()).max().unwrap_or(0);
-    for Recipe { name, about, .. } in RECIPES {
-        say!("{name:width$}  {about}");
+    for recipe in RECIPES {
+        say!("{:width$}  {}", recipe.name, recipe.about());
     }
     note!("`rlhf-hpc jobs copy NAME [--to FILE]` writes a copy to edit");
     Ok(())
@@ -207,7 +186,7 @@ fn copy(args: &CopyArgs) -> Result<()> {
             if was_written { "written next to it" } else { "exists already, not overwritten" }
         );
     }
-    note!("change: {}", recipe.change);
+    note!("change: {}", recipe.change());
     let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
     let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     let places = [("FILE", file.display().to_string()), ("DIR", dir.display().to_string()), ("NAME", name)];
