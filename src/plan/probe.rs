@@ -26,9 +26,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// Multiply-adds of one sample of the peak: about a millisecond.
+/// Multiply-adds of one sample of the peak: about a millisecond. The best of the samples is the peak, because other
+/// processes only slow it down.
 const PEAK_ROUNDS: usize = 400_000;
-const SAMPLES: usize = 9;
+const PEAK_SAMPLES: usize = 32;
+const READ_SAMPLES: usize = 9;
 /// Bytes to read, more than caches hold.
 const READ_BYTES: usize = 256 << 20;
 /// Weights that decoding streams in a measurement: more than caches hold.
@@ -45,6 +47,11 @@ const UPDATED: usize = 8 << 20;
 const EXCHANGED: usize = 4 << 20;
 /// Bytes moved into a mapped file and out of it.
 const MOVED_BYTES: usize = 64 << 20;
+
+/// The best of measured rates.
+fn best(samples: usize, sample: impl Fn() -> f64) -> f64 {
+    (0..samples).map(|_| sample()).fold(0.0, f64::max)
+}
 
 /// Operations of a measured call, as a null device counts them.
 fn counted(work: impl FnOnce()) -> BTreeMap<Task, Work> {
@@ -92,7 +99,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> De
     data.fill(1.0);
     let read = || {
         group.barrier();
-        1e9 * median((0..SAMPLES).map(|_| peak::read_gbs(&data)))
+        1e9 * best(READ_SAMPLES, || peak::read_gbs(&data))
     };
     // All started ranks read at once, which measures the node's memory.
     let node = read() * world.local_size as f64;
@@ -100,11 +107,11 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> De
     let memory = read();
     drop(data);
     group.barrier();
-    let fma = 1e9 * median((0..SAMPLES).map(|_| peak::fma_gflops(PEAK_ROUNDS)));
+    let fma = 1e9 * best(PEAK_SAMPLES, || peak::fma_gflops(PEAK_ROUNDS));
     let dot = || peak::bf16_gflops(PEAK_ROUNDS).map_or(fma, |rate| 1e9 * rate);
-    let products = if dtype == DType::Bf16 { median((0..SAMPLES).map(|_| dot())) } else { fma };
+    let products = if dtype == DType::Bf16 { best(PEAK_SAMPLES, dot) } else { fma };
     let (link, latency_s) = links(world, memory);
-    let mut device = Device {
+    let device = Device {
         flops: products,
         attention_flops: fma,
         memory,
@@ -115,7 +122,7 @@ pub fn probe(job: &Job, world: &World, sharing: Sharing, declared: Device) -> De
         ..declared
     };
     group.barrier();
-    device.efficiency = Bench::new(job, &device).efficiency();
+    let mut device = Bench::new(job, &device).measure();
     // One rank alone was measured; the planned ranks share the cores and the memory.
     device.flops /= sharing.crowd;
     device.attention_flops /= sharing.crowd;
@@ -157,6 +164,64 @@ fn links(world: &World, memory: f64) -> (f64, f64) {
     (moved / spent / Efficiency::declared_cpu().links, latency)
 }
 
+/// A measured call: its seconds, and its operations of one kind.
+#[derive(Clone, Copy)]
+struct Timed {
+    seconds: f64,
+    flops: f64,
+    bytes: f64,
+    is_attention: bool,
+}
+
+impl Timed {
+    /// Raises the peaks of `device` that the call exceeded, so that no efficiency is above 1.
+    fn raise(self, device: &mut Device) {
+        let peak = if self.is_attention { &mut device.attention_flops } else { &mut device.flops };
+        *peak = peak.max(self.flops / self.seconds);
+        device.memory = device.memory.max(self.bytes / self.seconds);
+    }
+
+    /// The seconds at the peaks of `device`.
+    fn floor(self, device: &Device) -> f64 {
+        let peak = if self.is_attention { device.attention_flops } else { device.flops };
+        (self.flops / peak).max(self.bytes / device.memory)
+    }
+
+    /// The share of a peak, without the seconds of other operations in the call.
+    fn share(self, device: &Device, others_s: f64) -> f64 {
+        share(self.floor(device), self.seconds - others_s)
+    }
+}
+
+/// A call of `work`, whose operations `op` count.
+fn timed(op: &str, mut work: impl FnMut()) -> Timed {
+    let seconds = seconds(&mut work);
+    let of_op: Vec<Work> = counted(work).into_iter().filter(|(task, _)| task.op == op).map(|(_, work)| work).collect();
+    let sum = |amount: fn(&Work) -> f64| of_op.iter().map(amount).sum();
+    let is_attention = [null::ATTENTION, null::ATTENTION_BACKWARD].contains(&op);
+    Timed { seconds, flops: sum(|work| work.flops), bytes: sum(|work| work.bytes), is_attention }
+}
+
+fn share(floor: f64, seconds: f64) -> f64 {
+    (floor / seconds.max(1e-9)).clamp(0.01, 1.0)
+}
+
+/// The measurements of `works`: a forward, then its backward.
+fn both(works: impl FnOnce(&mut Measure)) -> [Timed; 2] {
+    let mut found = Vec::with_capacity(2);
+    works(&mut |op, work| found.push(timed(op, work)));
+    [found[0], found[1]]
+}
+
+fn optimizer() -> Timed {
+    let [mut p, mut g, mut m, mut v] = [(); 4].map(|()| Buffer::zeros(UPDATED));
+    timed(null::OPTIMIZER, || {
+        g.fill(1e-3);
+        drop(norm::sums_of_squares(&g, 4096));
+        adamw::step(&mut p, &g, &mut m, &mut v, &synthetic::UPDATE, 0.0);
+    })
+}
+
 /// A few layers of the actor, and the shapes at which they are measured.
 struct Bench<'a> {
     job: &'a Job<'a>,
@@ -186,57 +251,68 @@ impl<'a> Bench<'a> {
         Self { job, device, arch, whole: actor, dtype, length, rows }
     }
 
-    /// The seconds of `op` at the peaks, in a call of `work`.
-    fn floor(&self, op: &str, work: impl FnOnce()) -> f64 {
-        let of_op = counted(work).into_iter().filter(|(task, _)| task.op == op);
-        let is_attention = [null::ATTENTION, null::ATTENTION_BACKWARD].contains(&op);
-        let peak = if is_attention { self.device.attention_flops } else { self.device.flops };
-        of_op.map(|(_, work)| (work.flops / peak).max(work.bytes / self.device.memory)).sum()
-    }
-
-    /// The seconds of a call of `work`, and the seconds of `op` in it at the peaks.
-    fn measured(&self, op: &str, mut work: impl FnMut()) -> [f64; 2] {
-        [seconds(&mut work), self.floor(op, work)]
-    }
-
-    /// The measurements of `works`: a forward, then its backward.
-    fn both(&self, works: impl FnOnce(&mut Measure)) -> [[f64; 2]; 2] {
-        let mut found = Vec::with_capacity(2);
-        works(&mut |op, work| found.push(self.measured(op, work)));
-        [found[0], found[1]]
-    }
-
-    fn efficiency(&self) -> Efficiency {
+    /// The device, with the efficiencies of this job.
+    fn measure(&self) -> Device {
         let weights = init::init(&self.arch, Head::Value, self.dtype, 0);
         let model = Transformer::new(&self.arch, &weights.table);
         let layers = self.arch.blocks.len() as f64;
         let is_kept = matches!(self.job.config.gradient.recompute, Recompute::Auto | Recompute::None);
         let forwards = if is_kept { 1.0 } else { 2.0 };
-        let share = |[spent, floor]: [f64; 2], others_s: f64| (floor / (spent - others_s).max(1e-9)).clamp(0.01, 1.5);
         let (layer, packed) = (self.arch.blocks[0].attention(), [self.rows, self.length]);
-        let [attention, backward] = self.both(|measure| packed_attention(layer, packed, measure));
-        let attention_s = attention[0] * layers;
-        let score = share(self.pass(&model, &weights, None), attention_s);
-        let grads = Some(Gradients::new(weights.table.clone()));
-        let train = share(self.pass(&model, &weights, grads), forwards * attention_s + backward[0] * layers);
-        let (decode, attention_decode) = self.decode(&model, &weights);
-        let decode = share(decode, 0.0);
+        let [attention, backward] = both(|measure| packed_attention(layer, packed, measure));
+        let score = self.pass(&model, &weights, None);
+        let train = self.pass(&model, &weights, Some(Gradients::new(weights.table.clone())));
+        let [body, attention_decode, head_decode] = self.decode(&model, &weights);
+        let (sample, optimizer) = (self.sample(), optimizer());
         drop(weights);
         let [head, head_train] = self.head();
-        Efficiency {
-            train,
+        let mut device = self.device.clone();
+        let all = [
+            attention,
+            backward,
             score,
+            train,
+            body,
+            attention_decode,
+            head_decode,
+            sample,
+            optimizer,
+            head,
+            head_train,
+        ];
+        for one in all {
+            one.raise(&mut device);
+        }
+        let attention_s = attention.seconds * layers;
+        // A few layers, and a part of the head, were measured.
+        let body_s = (body.seconds - attention_decode.seconds * layers).max(1e-9);
+        let (more, wider) =
+            (self.whole.blocks.len() as f64 / layers, self.whole.vocabulary as f64 / self.head_rows() as f64);
+        let decode = share(
+            body.floor(&device) * more + head_decode.floor(&device) * wider,
+            body_s * more + head_decode.seconds * wider,
+        );
+        let of = |one: Timed| one.share(&device, 0.0);
+        device.efficiency = Efficiency {
+            train: train.share(&device, forwards * attention_s + backward.seconds * layers),
+            score: score.share(&device, attention_s),
             decode,
             decode_wide: decode,
-            attention: share(attention, 0.0),
-            attention_backward: share(backward, 0.0),
-            attention_decode: share(attention_decode, 0.0),
-            head: share(head, 0.0),
-            head_train: share(head_train, 0.0),
-            sample: share(self.sample(), 0.0),
-            optimizer: share(self.optimizer(), 0.0),
+            attention: of(attention),
+            attention_backward: of(backward),
+            attention_decode: of(attention_decode),
+            head: of(head),
+            head_train: of(head_train),
+            sample: of(sample),
+            optimizer: of(optimizer),
             links: Efficiency::declared_cpu().links,
-        }
+        };
+        device
+    }
+
+    /// The rows of the head that decoding is measured with.
+    fn head_rows(&self) -> usize {
+        self.whole.vocabulary.min(STREAMED_BYTES / self.whole.width / self.dtype.bytes())
     }
 
     fn ends(&self) -> Vec<usize> {
@@ -248,10 +324,10 @@ impl<'a> Bench<'a> {
     }
 
     /// A forward over the packed row, and its backward if there are gradients.
-    fn pass(&self, model: &Transformer, weights: &Weights, mut grads: Option<Gradients>) -> [f64; 2] {
+    fn pass(&self, model: &Transformer, weights: &Weights, mut grads: Option<Gradients>) -> Timed {
         let ends = self.ends();
         let (tokens, positions) = (self.tokens(self.rows * self.length), packed_positions(&ends));
-        self.measured(null::GEMM, || {
+        timed(null::GEMM, || {
             let mut saved = grads.is_some().then(|| Saved::new(self.job.config.gradient.recompute));
             let keys = Keys::Packed(ends.as_slice().into());
             let hidden = model.forward(weights, &tokens, &positions, keys, saved.as_mut());
@@ -261,8 +337,8 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// A forward of one token per sequence through the whole model: the GEMMs, including the head's, and attention.
-    fn decode(&self, model: &Transformer, weights: &Weights) -> ([f64; 2], [f64; 2]) {
+    /// A forward of one token per sequence through the layers, the attention in one of them, and the head.
+    fn decode(&self, model: &Transformer, weights: &Weights) -> [Timed; 3] {
         let rollout = &self.job.config.rollout;
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
         let batch = samples.div_ceil(self.device.ranks_per_node).min(rollout.batch_max).clamp(1, 64);
@@ -274,7 +350,7 @@ impl<'a> Bench<'a> {
             tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
         let mut cache = model.kv_cache(weights.dtype(), batch * pages);
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
-        let [whole, body] = self.measured(null::GEMM, || {
+        let body = timed(null::GEMM, || {
             let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
@@ -282,44 +358,29 @@ impl<'a> Bench<'a> {
         let (shape, width) = (layer.shape(TensorPart::whole()), layer.q_width());
         let (q, mut o) = (filled(batch, width), Tensor::zeros(batch, width));
         let paged = sequences.as_slice().into();
-        let attention_s =
-            median(cache.iter().map(|layer| seconds(|| attention::forward_paged(&q, layer, &paged, &shape, &mut o))));
-        let seen = self.floor(null::ATTENTION, || attention::forward_paged(&q, &cache[0], &paged, &shape, &mut o));
-        let Arch { vocabulary, width, .. } = *self.whole;
-        let matrix = Matrix::new(vocabulary.min(STREAMED_BYTES / width / self.dtype.bytes()), width, self.dtype);
-        let (x, mut y) = (filled(batch, width), Tensor::zeros(batch, matrix.n));
-        let head = self.measured(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
-        // A few layers, and a part of the head, were measured.
-        let layers = self.arch.blocks.len() as f64;
-        let (more, wider) = (self.whole.blocks.len() as f64 / layers, vocabulary as f64 / matrix.n as f64);
-        let body = [(whole - attention_s * layers).max(1e-9), body];
-        let products = [0, 1].map(|i| body[i] * more + head[i] * wider);
-        (products, [attention_s, seen])
+        let mut attend = |layer| attention::forward_paged(&q, layer, &paged, &shape, &mut o);
+        let seconds = median(cache.iter().map(|layer| seconds(|| attend(layer))));
+        let attention = Timed { seconds, ..timed(null::ATTENTION, || attend(&cache[0])) };
+        let matrix = Matrix::new(self.head_rows(), self.whole.width, self.dtype);
+        let (x, mut y) = (filled(batch, matrix.k), Tensor::zeros(batch, matrix.n));
+        let head = timed(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));
+        [body, attention, head]
     }
 
     /// Log-probabilities, without and with gradients.
-    fn head(&self) -> [[f64; 2]; 2] {
+    fn head(&self) -> [Timed; 2] {
         let (d, v) = (self.whole.width, self.whole.vocabulary.min(STREAMED_BYTES / 4 / self.whole.width).max(1));
         let rows = ((FLOPS / (6.0 * (d * v) as f64)) as usize).clamp(64, 2048);
-        self.both(|measure| synthetic::head(rows, &Matrix::new(v, d, self.dtype), measure))
+        both(|measure| synthetic::head(rows, &Matrix::new(v, d, self.dtype), measure))
     }
 
-    fn sample(&self) -> [f64; 2] {
+    fn sample(&self) -> Timed {
         let (rows, v) = (16, self.whole.vocabulary);
         let logits = filled(rows, v);
         let params = rollout::sample_params(&self.job.config.rollout);
         let row = SampleRow { params, uniform: 0.5, seen: &[], banned: &[], bias: &[] };
         let rows: Vec<SampleRow> = vec![row; rows];
         let mut drawn = vec![Sampled::default(); rows.len()];
-        self.measured(null::SAMPLING, || sample::forward(&logits, &rows, &mut drawn))
-    }
-
-    fn optimizer(&self) -> [f64; 2] {
-        let [mut p, mut g, mut m, mut v] = [(); 4].map(|()| Buffer::zeros(UPDATED));
-        self.measured(null::OPTIMIZER, || {
-            g.fill(1e-3);
-            drop(norm::sums_of_squares(&g, 4096));
-            adamw::step(&mut p, &g, &mut m, &mut v, &synthetic::UPDATE, 0.0);
-        })
+        timed(null::SAMPLING, || sample::forward(&logits, &rows, &mut drawn))
     }
 }

@@ -73,12 +73,11 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     }
     step(out, job, choice);
     wrap(out, "  rows       ", &describe_rows(job));
-    let [link, network, host] = [device.link, device.network, device.host].map(rate);
+    let [memory, link, network, host] = [device.memory, device.link, device.network, device.host].map(rate);
     let text = format!(
-        "{}, {}; {:.3} TB/s; ranks {link} GB/s, nodes {network} GB/s per rank, host {host} GB/s, one way",
+        "{}, {}; {memory} GB/s; ranks {link} GB/s, nodes {network} GB/s per rank, host {host} GB/s, one way",
         format_bytes(device.memory_bytes),
-        describe_flops(device.flops),
-        device.memory / 1e12
+        describe_flops(device.flops)
     );
     wrap(out, "  device     ", &text);
     rule(out, "layout");
@@ -164,13 +163,14 @@ fn describe_layout(candidate: &Candidate) -> String {
     parts.collect::<Vec<_>>().join("; ")
 }
 
-fn rate(bytes: f64) -> String {
-    let gb = bytes / 1e9;
-    if gb >= 10.0 { format!("{gb:.0}") } else { format!("{gb:.1}") }
+/// Units of 1e9, with at least two digits.
+fn rate(amount: f64) -> String {
+    let giga = amount / 1e9;
+    if giga >= 10.0 { format!("{giga:.0}") } else { format!("{giga:.1}") }
 }
 
 fn describe_flops(flops: f64) -> String {
-    if flops >= 1e12 { format!("{:.0} TFLOP/s", flops / 1e12) } else { format!("{:.0} GFLOP/s", flops / 1e9) }
+    if flops >= 1e12 { format!("{} TFLOP/s", rate(flops / 1e3)) } else { format!("{} GFLOP/s", rate(flops)) }
 }
 
 fn gib(bytes: usize) -> String {

@@ -122,7 +122,8 @@ fn models_gpus_and_kernels_that_are_not_there_are_named() {
     fixture.run(&[&masked[..], &["--gpu", "h100"]].concat()).refused(2, &[words]).hinted("set job.device = \"cpu\"");
 }
 
-/// The CPU is measured on the spot: all that is held here is that every number is there and positive.
+/// The CPU is measured on the spot: what is held is that every number is there and positive, and that no operation is
+/// faster than the peaks.
 #[test]
 fn a_plan_for_this_cpu_measures_its_peaks() {
     let ended = fixture(&small()).run(&["plan", "job.toml", "model.actor=planned", "--json"]).well();
@@ -133,7 +134,11 @@ fn a_plan_for_this_cpu_measures_its_peaks() {
     for stage in ["prefill", "decode", "scoring", "training"] {
         assert!(plan["chosen"]["seconds"][stage].as_f64() > Some(0.0), "{stage}");
     }
-    assert!(plan["chosen"]["placed"][0]["memory"]["resident_bytes"].as_u64() > Some(100_000_000));
+    let placed = &plan["chosen"]["placed"][0];
+    for part in placed["parts"].as_array().expect("parts") {
+        assert!((0.0..=1.0).contains(&part["efficiency"].as_f64().expect("a number")), "{part}");
+    }
+    assert!(placed["memory"]["resident_bytes"].as_u64() > Some(100_000_000));
     let tight = ["plan", "job.toml", "model.actor=planned", "mesh.arena_bytes_max=1000000"];
     fixture(&small()).run(&tight).refused(2, &["the job does not fit 1 rank of cpu"]).hinted("GPUs (plan --gpu)");
 }
