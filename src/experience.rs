@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sampling_mask_holds_its_ids_in_few_bytes_and_masks_each_part_of_the_vocabulary() {
+    fn a_sampling_mask_stores_its_ids_in_few_bytes_and_masks_each_vocabulary_shard() {
         let sets = [vec![0], vec![5, 6, 7, 132, 261], vec![127, 128, 16_511, 3_000_000, u32::MAX], (0..300).collect()];
         for (ids, bytes) in sets.into_iter().zip([1, 6, 13, 40]) {
             let mask = SamplingMask::new(ids.iter().copied());

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_argument_that_is_no_verb_means_run_and_options_with_equal_signs_are_split() {
+    fn a_first_argument_that_is_not_a_verb_means_run_and_options_with_equal_signs_are_split() {
         assert_eq!(normalise(split_line("ppo.toml job.steps=3")), split_line("run ppo.toml job.steps=3"));
         assert_eq!(normalise(split_line("generate --model=m --input f")), split_line("generate --model m --input f"));
     }

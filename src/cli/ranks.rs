@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_hold_every_row_once_in_order_and_weigh_about_the_same() {
+    fn shards_contain_every_row_once_in_order_and_have_about_equal_cost() {
         let weights: Vec<usize> = (0..50).map(|i| 1 + i * 37 % 23).collect();
         for size in [1, 2, 3, 8] {
             let mut next = 0;

@@ -259,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbouring_steps_are_named_as_one_and_of_many_the_first_and_the_last() {
+    fn consecutive_steps_are_listed_as_ranges_and_long_lists_are_shortened() {
         assert_eq!(named(&[1, 2, 3, 5, 10, 11]), "1 to 3, 5, 10 to 11");
         let tens: Vec<u64> = (1..100).map(|i| 10 * i).collect();
         assert!(named(&tens).starts_with("10, 20, ") && named(&tens).ends_with("190, ..., 990"));

@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_network_is_that_of_the_adapters_unless_the_environment_says_otherwise() {
+    fn the_network_is_detected_from_the_adapters_unless_the_environment_sets_it() {
         let dir = tempfile::tempdir().expect("a directory");
         let by = |set: &[(&str, &str)]| {
             network(dir.path(), |name| set.iter().find(|(of, _)| *of == name).map(|(_, value)| (*value).to_string()))

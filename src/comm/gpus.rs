@@ -99,7 +99,7 @@ mod tests {
     type Case<'a> = (&'a str, [usize; 4], &'a [&'a [usize]], &'a [usize]);
 
     #[test]
-    fn ranks_take_near_gpus_first_and_no_gpu_idles_while_another_has_two() {
+    fn ranks_use_near_gpus_first_and_no_gpu_idles_while_another_has_two_ranks() {
         let (node_0, node_1, both) = (&[0][..], &[1][..], &[0, 1][..]);
         let cases: [Case; 6] = [
             ("unbound ranks get the GPU of their number", [0, 0, 1, 1], &[both; 4], &[0, 1, 2, 3]),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_launcher_that_shows_each_rank_one_gpu_is_obeyed() {
+    fn a_launcher_that_shows_each_rank_one_gpu_is_respected() {
         let gpus = board([0, 0, 1, 1]);
         let ranks: Vec<Bound> = gpus.iter().rev().map(|gpu| rank(&[0, 1], std::slice::from_ref(gpu))).collect();
         assert_eq!(chosen(&ranks), [0, 0, 0, 0]);

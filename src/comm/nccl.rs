@@ -133,7 +133,7 @@ mod tests {
 
     /// The texts are those of NCCL 2.28.9 and 2.16.5.
     #[test]
-    fn what_the_library_says_is_told_with_what_helps() {
+    fn an_error_of_the_library_is_reported_with_a_hint() {
         let words = "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
         let last = "Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'";
         let message = failure_message("ncclCommInitRank", words, last);

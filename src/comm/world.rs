@@ -174,7 +174,7 @@ mod tests {
     use crate::comm::accounting;
 
     #[test]
-    fn any_rank_of_any_mesh_is_run_without_its_peers() {
+    fn any_rank_of_any_mesh_runs_without_its_peers() {
         let calls =
             || accounting().get(&("zero", "all_reduce_sum_ordered")).map_or((0, 0), |total| (total.calls, total.bytes));
         for (mesh, rank, zero, tensor) in [

@@ -289,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_of_other_systems_lead_to_keys_that_there_are() {
+    fn aliases_of_other_systems_lead_to_existing_keys() {
         let keys = keys();
         for (key, words) in ALIASES {
             assert!(keys.contains(&(*key).to_string()), "{key} for {words}");

@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_of_all_keys_that_a_run_writes_is_not_warned_of() {
+    fn the_list_of_all_keys_that_a_run_writes_causes_no_warning() {
         let mut all = Config::default();
         (all.model.actor, all.data.prompts) = ("m".into(), vec!["p".into()]);
         all.reward.rule.push(RuleConfig::default());

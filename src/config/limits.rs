@@ -96,7 +96,7 @@ mod tests {
     use crate::config::{Config, TABLES};
 
     #[test]
-    fn every_number_of_a_job_has_a_range_that_holds_its_default() {
+    fn every_number_of_a_job_has_a_range_that_contains_its_default() {
         let config = Config::default();
         config.check_ranges().expect("defaults are within their ranges");
         let values = serde_json::to_value(&config).expect("a job is JSON");

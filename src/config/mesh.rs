@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn places_cover_the_ranks_once_and_the_actor_has_the_first() {
+    fn placements_cover_each_rank_once_and_the_actor_gets_the_first_ranks() {
         let placements = |text: &str| parse(&format!("placement = [{text}]")).placements(16);
         let all = parse("").placements(3).expect("everything everywhere");
         assert_eq!(all, [Placement { roles: RoleName::ALL.to_vec(), ranks: 0..3 }]);

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_key_takes_the_default_of_its_role() {
+    fn a_missing_key_gets_the_default_of_its_role() {
         let roles: OptimRoles = toml::from_str("[critic]\nweight_decay = 0.1").expect("parses");
         assert_eq!(roles.actor, OptimConfig::default());
         assert_eq!(roles.critic, OptimConfig { weight_decay: 0.1, ..OptimConfig::with_lr(9e-6) });

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_gets_as_many_microbatches_within_the_budget_and_no_row_is_lost() {
+    fn all_ranks_get_equally_many_microbatches_within_the_budget_and_no_row_is_lost() {
         let cost = cost(2048);
         let mut lengths = heavy_tailed();
         lengths.truncate(101);

@@ -195,7 +195,7 @@ mod tests {
     use super::split_of;
 
     #[test]
-    fn names_of_files_give_the_splits_that_datasets_finds() {
+    fn file_names_give_the_same_splits_as_in_hugging_face_datasets() {
         for (name, split) in [
             ("train-00000-of-00002.parquet", Some("train")),
             ("train_sft-00000-of-00001-6ef3991c06080e14.parquet", Some("train_sft")),

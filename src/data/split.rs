@@ -123,7 +123,7 @@ mod tests {
     use super::{SplitConfig, is_test};
 
     #[test]
-    fn a_ratio_takes_about_its_share_and_another_seed_takes_others() {
+    fn a_ratio_selects_about_its_share_and_another_seed_selects_other_rows() {
         let rule = |seed| SplitConfig { eval_ratio: 0.1, seed, ..SplitConfig::default() };
         let taken = |seed| (0..20_000_u32).filter(|i| is_test(&[*i, 7], &rule(seed))).collect::<Vec<_>>();
         let (a, b) = (taken(0), taken(1));

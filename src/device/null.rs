@@ -423,7 +423,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_phase_remembers_its_fullest_moment_by_owner() {
+    fn the_peak_of_a_phase_is_recorded_by_owner() {
         let ((), record) = run(Null { threads: 2, memory_bytes: 1 << 30, gpu: None }, || {
             count_tensor("weights", 100);
             enter(Phase::Train);

@@ -183,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fast_products_must_win_by_a_twentieth_with_the_forward_that_they_add() {
+    fn cublaslt_must_be_faster_by_a_twentieth_including_its_extra_forward() {
         let times = |exact_s: f64, cublaslt_s: f64| Times { tokens: 8192, exact_s, cublaslt_s };
         assert!(times(1.0, 0.95).is_cublaslt_worth_it() && times(1.0, 0.5).is_cublaslt_worth_it());
         assert!(!times(1.0, 0.951).is_cublaslt_worth_it() && !times(1.0, f64::NAN).is_cublaslt_worth_it());

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_that_no_kernel_reads_are_refused_with_the_numbers_of_ranks_that_work() {
+    fn shard_sizes_without_a_kernel_are_rejected_with_the_rank_counts_that_work() {
         let heads = [("num_attention_heads", 8), ("num_key_value_heads", 2), ("head_dim", 64)];
         let small = |mlp| largest(&[&heads[..], &[("hidden_size", 512), ("intermediate_size", mlp)]].concat());
         let arch = small(72);
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_kernel_takes_are_refused_before_the_first_step() {
+    fn sizes_without_a_kernel_are_rejected_before_the_first_step() {
         let arch = largest(&[]);
         assert_eq!(check_arch(Device::Cuda, &arch, 64), Ok(()), "the largest");
         let message_of = |arch: Arch, tensor| check_arch(Device::Cuda, &arch, tensor).expect_err("too large").message;

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_of_the_arena_counts_what_is_in_use_already() {
+    fn the_arena_limit_includes_memory_already_in_use() {
         let arena = |limit| Usage { in_use: 3 << 20, limit, ..Usage::NONE };
         assert_eq!(within(usize::MAX / 2, arena(usize::MAX), [""; 4]), Ok(()));
         assert_eq!(within(5 << 20, arena(8 << 20), [""; 4]), Ok(()));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_disk_holds_the_kept_checkpoints_and_the_one_being_written() {
+    fn the_disk_must_hold_the_kept_checkpoints_and_the_one_being_written() {
         let count = files_to_come;
         assert_eq!([count(3, 10, 500, 0), count(3, 10, 500, 3), count(3, 10, 500, 9)], [4, 1, 1]);
         assert_eq!([count(3, 10, 15, 0), count(0, 10, 500, 0), count(3, 0, 500, 0), count(3, 10, 0, 0)], [2, 50, 1, 1]);

@@ -264,14 +264,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_gap_is_told_first_and_of_the_others_those_of_the_forward() {
+    fn the_largest_gap_is_reported_first_followed_by_the_gaps_of_the_forward() {
         let gaps = [(0.004, "the entropies"), (0.01, "the gradient of a"), (0.012, "the gradient of b")];
         let gaps = gaps.map(|(gap, name)| (gap, name.to_string())).to_vec();
         assert_eq!(describe(gaps), "largest gap 1.2 % (the gradient of b); the entropies 0.4 %");
     }
 
     #[test]
-    fn a_small_model_is_of_the_jobs_kind_and_takes_a_cpu_a_moment() {
+    fn the_self_test_model_has_the_jobs_architecture_and_is_small() {
         let layer_types: Vec<_> = ["full_attention", "sliding_attention"].into_iter().cycle().take(28).collect();
         let shape = serde_json::json!({"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
             "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 50_257,

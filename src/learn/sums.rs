@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_add_up_by_key_and_largest_numbers_stay() {
+    fn sums_add_up_by_key_and_maxima_are_kept() {
         let mut sums = Sums::from_list([("loss", 1.0), ("tokens", 4.0), ("gap_max", 0.5)]);
         sums.add(&Sums::from_list([("gap_max", 0.25), ("loss", 2.0), ("norm", 7.0)]));
         assert_eq!(sums, Sums::from_list([("loss", 3.0), ("tokens", 4.0), ("gap_max", 0.5), ("norm", 7.0)]));

@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn few_buffers_live_at_a_time() {
+    fn few_buffers_are_live_at_a_time() {
         let mut sum = TreeSum::new(Device::Cpu, LEN);
         for (leaf, _) in leaves(64, 0, 1) {
             sum.add(leaf, Flat::zeros(Device::Cpu, LEN));

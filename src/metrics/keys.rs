@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_key_stands_once_in_the_table() {
+    fn every_key_is_in_the_table_once() {
         for (i, key) in TABLE.iter().enumerate() {
             assert_eq!(rank(key.name), i, "{} occurs twice", key.name);
         }

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_costs_its_tokens_and_the_pairs_that_attention_sees() {
+    fn a_row_costs_its_tokens_and_its_attention_pairs() {
         let (full, cut) = (cost("null"), cost("100"));
         let matrices = 22 * (2 * 2048 + 2 * 256 + 3 * 5632) + 32000;
         assert_eq!(full.row(10), matrices * 10 + 22 * 100);

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn value_models_are_known_by_their_class() {
+    fn value_models_are_recognised_by_their_class() {
         assert!(!Family::identify(Some("llama"), Some("LlamaForCausalLM")).unwrap().1);
         assert!(Family::identify(Some("llama"), Some("LlamaForSequenceClassification")).unwrap().1);
         assert!(Family::identify(Some("qwen2"), Some("RewardModel")).unwrap().1);

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_query_head_has_its_key_head_and_all_copies_are_equally_many() {
+    fn every_query_head_has_its_key_head_and_all_key_heads_have_equally_many_copies() {
         for (heads, kv_heads) in [(12, 3), (8, 1), (8, 2), (8, 8), (32, 8), (28, 4), (6, 3), (12, 12)] {
             let cut = |group| Cut::Heads { queries: heads, group, head_dim: 8 };
             let (queries, keys) = (cut(1), cut(heads / kv_heads));
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_cover_everything_between_panels_where_there_are_enough() {
+    fn shards_cover_everything_and_begin_at_panels_if_there_are_enough() {
         for n in [1, 7, 32, 50, 64, 100, 257, 1000, 32_000, 151_936] {
             for size in [1, 2, 3, 4, 8] {
                 let mut end = 0;

@@ -99,7 +99,7 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     #[test]
-    fn a_link_is_of_the_model_inside_its_directory_or_its_repository_in_the_cache() {
+    fn a_link_belongs_to_the_model_inside_its_directory_or_its_repository_in_the_cache() {
         let root = tempfile::tempdir().unwrap();
         let at = |name: &str| root.path().join(name);
         let put = |name: &str| {

@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_cannot_work_is_refused_with_those_that_can() {
+    fn an_invalid_tensor_size_is_rejected_with_the_valid_sizes() {
         let arch = arch(12, 3);
         let error = arch.check_tensor(8).expect_err("8 does not divide 12");
         assert!(error.message.contains("12 attention heads"), "{error}");

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_are_those_of_the_causal_mask_and_of_a_window() {
+    fn pair_counts_equal_those_of_the_causal_mask_and_of_a_window() {
         assert_eq!(pairs(0, 4, None), 1.0 + 2.0 + 3.0 + 4.0);
         assert_eq!(pairs(3, 2, None), 4.0 + 5.0);
         assert_eq!(pairs(3, 2, Some(2)), 2.0 + 2.0);

@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn waves_hold_every_visible_pair_once_and_no_piece_twice() {
+    fn waves_contain_every_visible_pair_once_and_no_piece_twice() {
         let ends = ends(&[1, 5, 40, 0, 23]);
         for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|s| [None, Some(1), Some(6), Some(30)].map(|w| (s, w)))
         {
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_one_wave_but_where_a_window_cuts_across_both_pieces_of_a_side() {
+    fn a_step_is_one_wave_unless_a_window_cuts_across_both_pieces_of_a_side() {
         let ends = ends(LENGTHS);
         let most = |window: Option<usize>| {
             let pairs = (2..6).flat_map(|size| (0..size * size).map(move |i| (size, i / size, i % size)));
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_have_the_same_work_within_a_hundredth_but_for_windows_that_spare_the_first() {
+    fn ranks_have_equal_work_within_one_percent_except_if_a_window_spares_the_first() {
         let ends = ends(&[4096, 1500, 9000]);
         for (size, window) in [2, 3, 4, 8].into_iter().flat_map(|s| [None, Some(1024)].map(|w| (s, w))) {
             let shape = shape(window);

@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warm_up_rises_to_the_peak_and_the_fall_ends_at_the_floor() {
+    fn warm_up_rises_to_the_peak_and_the_decay_ends_at_the_minimum() {
         let lr = |schedule, warmup_ratio, t, updates| {
             lr_at(&OptimConfig { schedule, warmup_ratio, ..OptimConfig::with_lr(2.0) }, t, updates)
         };

@@ -345,7 +345,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_cover_the_own_range_and_exempt_only_vectors() {
+    fn parts_cover_the_own_range_and_only_vectors_are_exempt_from_decay() {
         for own in [0..0, 0..50, 7..40, 25..26, 100..120] {
             let exempt = [3..10, 20..30, 30..31, 45..60];
             let marked = exempt.clone().map(|range| Part { range, is: false });
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_several_ranks_hold_counts_once_in_the_norm() {
+    fn parameters_on_several_ranks_count_once_in_the_norm() {
         let own: Vec<f32> = (0..3 * BLOCK + 100).map(|i| (i % 17) as f32 - 8.0).collect();
         let units = [0..BLOCK, BLOCK..own.len()];
         let partition = Arc::new(Partition::whole(&units));

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn products_of_more_rows_than_a_tile_have_a_rate_of_their_own_while_they_decode() {
+    fn decode_gemms_of_more_rows_than_a_tile_have_their_own_rate() {
         let rate = |gpu: &str, phase: Phase, rows: f64| {
             let (device, task) = (Device::gpu(gpu, 25.0).expect("known"), Task { phase, op: null::GEMM, over: None });
             let work = Work { flops: rows * 1e9, bytes: 1e9, ..Work::default() };

@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_tokens_stand_once_for_rows_that_have_the_same() {
+    fn rows_with_equal_stop_tokens_share_one_list() {
         let mut stops = Stops::default();
         let ranges = [&[5, 2, 5][..], &[], &[5, 2, 5], &[7]].map(|list| stops.range(list));
         assert_eq!((ranges, stops.tokens), ([[0, 2], [2, 2], [0, 2], [2, 3]], vec![2, 5, 7]));

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_narrower_than_the_share_is_warned_of() {
+    fn a_mask_narrower_than_a_ranks_share_causes_a_warning() {
         let narrow = plan(1, 1, 1, 8, 2);
         assert_eq!(narrow.threads, 1);
         assert!(narrow.warning.expect("half the machine idles").contains("slot:PE=4"));
@@ -142,7 +142,7 @@ mod tests {
     type Case<'a> = (&'a str, Vec<MaskAndNode>, usize, Option<&'a [usize]>);
 
     #[test]
-    fn ranks_that_nobody_bound_divide_the_cores_of_their_gpus_node() {
+    fn unbound_ranks_divide_the_cores_of_their_gpus_node() {
         let root = tempfile::tempdir().expect("a directory");
         let write = |file: String, list: String| {
             let file = root.path().join(file);
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_is_bound_starts_others_on_the_same_cores() {
+    fn a_bound_thread_starts_others_on_the_same_cores() {
         let all = mask();
         let last = *all.last().expect("a core");
         let bound =
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_nodes_of_a_mask_are_those_that_share_a_core_with_it() {
+    fn a_mask_includes_the_nodes_that_share_a_core_with_it() {
         let root = tempfile::tempdir().expect("a directory");
         for (name, list) in [("node0", "0-3,8-11\n"), ("node1", "4-7,12\n"), ("node2", "\n"), ("possible", "0-2\n")] {
             std::fs::create_dir(root.path().join(name)).expect("a directory");

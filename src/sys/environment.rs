@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_launcher_is_known_by_what_it_sets() {
+    fn the_launcher_is_recognised_by_its_variables() {
         let ranks = |set| ranks_in(&with(set));
         assert_eq!(ranks(&[]), None);
         assert_eq!(ranks(&[("OMPI_COMM_WORLD_SIZE", "16"), ("SLURM_NTASKS", "2")]), Some(16));
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn open_mpi_is_kept_off_the_network_where_all_its_ranks_are_on_one_host() {
+    fn open_mpi_does_not_use_the_network_if_all_ranks_are_on_one_host() {
         let stays_off = |set| is_one_host(&with(set));
         assert!(stays_off(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
         assert!(!stays_off(&[("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));

@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_system_in_memory_is_told_from_a_disk() {
+    fn a_file_system_in_memory_is_distinguished_from_a_disk() {
         assert!(!is_in_memory(Path::new("/proc")) && !is_in_memory(Path::new("/none/such")));
         if std::fs::read_to_string("/proc/mounts").is_ok_and(|text| text.contains(" /dev/shm tmpfs ")) {
             assert!(is_in_memory(Path::new("/dev/shm")));

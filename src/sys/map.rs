@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_gives_its_memory_back_and_reads_the_same_again() {
+    fn a_mapped_file_releases_its_memory_and_reads_the_same_again() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("file");
         let bytes: Vec<u8> = (0..4 << 20).map(|i: u32| (i.wrapping_mul(i) >> 7) as u8).collect();

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_split_run_joins_again_with_its_contents() {
+    fn split_pages_can_be_joined_again_with_their_contents() {
         let page = page_size();
         let mut pages = Pages::anonymous(3 * page).expect("some memory");
         bytes_of(&mut pages)[page] = 7;
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_disk_is_an_error_and_no_signal() {
+    fn a_full_disk_is_an_error_and_not_a_signal() {
         let dir = tempfile::tempdir().expect("a directory");
         let error = Pages::of_file(1 << 50, dir.path()).expect_err("no disk has that");
         assert_eq!(error.kind, Kind::Io);

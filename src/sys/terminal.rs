@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_obeys_is_shown_and_everything_else_stays() {
+    fn control_characters_are_made_visible_and_all_other_text_is_unchanged() {
         for (text, shown) in [
             ("plain, äöü 日本 👩\u{200d}🔬 \\x1b", "plain, äöü 日本 👩\u{200d}🔬 \\x1b"),
             ("a\tb\nc\r\nd", "a\tb\nc\nd"),

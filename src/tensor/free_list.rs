@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_is_at_least_what_was_asked_and_at_most_a_sixteenth_or_a_page_more() {
+    fn a_size_class_is_at_least_the_request_and_at_most_a_sixteenth_or_a_page_more() {
         for bytes in (0..100).map(|i| i * 37_987).chain([1, 4095, 4096, 4097, MIB, MIB + 1, 1 << 30, (1 << 30) + 1]) {
             let class = size_class(bytes);
             assert!(class >= bytes && class.is_multiple_of(page_size()), "{bytes}: {class}");
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn held_never_passes_the_bound_whatever_sizes_follow_each_other() {
+    fn held_memory_never_exceeds_the_bound_for_any_order_of_sizes() {
         let mut list = list(usize::MAX);
         let mut live = VecDeque::new();
         for i in 0..2000 {
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_take_turns_take_each_others_place() {
+    fn alternating_sizes_reuse_each_others_memory() {
         let mut list = list(usize::MAX);
         let mut fresh = Vec::new();
         for turn in 0..8 {
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_memory_is_given_back_before_the_limit_is_passed_and_in_use_never_passes_it() {
+    fn kept_memory_is_freed_before_the_limit_and_memory_in_use_never_exceeds_it() {
         let mut list = list(10 * MIB);
         let pages = [take_bytes(&mut list, 4 * MIB), take_bytes(&mut list, 4 * MIB)];
         give_all(&mut list, pages);
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn an_evicted_buffer_leaves_its_bytes_to_others() {
+    fn the_bytes_of_an_evicted_buffer_are_available_to_others() {
         let mut list = list(10 * MIB);
         list.usage.evicted = 6 * MIB;
         list.bring(6 * MIB).expect("they fit");

@@ -44,7 +44,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn parts_that_follow_each_other_multiply() {
+    fn growth_factors_of_consecutive_parts_multiply() {
         let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
         let twice = json!({"type": "Sequence", "normalizers": [replace("a", "aa"), replace("a", "aa")]});
         assert_eq!(growth_of(Some(&twice)), 4.0);

@@ -93,7 +93,7 @@ mod tests {
     use crate::metrics::keys::named;
 
     #[test]
-    fn a_model_that_is_right_on_trained_rows_alone_is_warned_of_once() {
+    fn a_model_that_is_right_only_on_training_rows_causes_one_warning() {
         let mut warnings = Warnings::default();
         let mut of = |samples: f64, held_out: f64| {
             warnings.of_step(&named([(keys::ACCURACY, 0.95), (keys::SAMPLES, samples)]), Vec::new());

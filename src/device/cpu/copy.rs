@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scatter_is_the_transpose_of_gather_also_where_a_row_comes_twice() {
+    fn scatter_is_the_transpose_of_gather_also_if_a_row_occurs_twice() {
         let width = 300;
         let x: Vec<f32> = (0..500 * width).map(|i| i as f32).collect();
         for rows in [(0..499u32).collect::<Vec<_>>(), (0..499u32).map(|i| i / 2).collect()] {

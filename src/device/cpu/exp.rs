@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn loops_and_registers_of_every_level_give_the_bits_of_the_scalar_exp() {
+    fn loops_and_registers_of_every_instruction_level_have_the_bits_of_the_scalar_exp() {
         struct All<'a>(&'a [f32]);
         impl Kernel for All<'_> {
             #[inline(always)]

@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_sleep_are_woken_by_what_they_wait_for() {
+    fn sleeping_threads_are_woken_by_the_event_they_wait_for() {
         let pool = Pool::new(3);
         let long = |of: u32| std::thread::sleep(std::time::Duration::from_millis(u64::from(of)));
         for (caller, worker) in [(0, 5), (5, 0), (5, 5)] {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_any_shares_reaches_the_caller_and_the_next_run_uses_all_threads() {
+    fn a_panic_in_any_thread_reaches_the_caller_and_the_next_run_uses_all_threads() {
         let pool = Pool::new(3);
         for failing in [&[2][..], &[0], &[0, 2], &[0, 1, 2]] {
             let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {

@@ -345,7 +345,7 @@ mod tests {
     use super::version_name;
 
     #[test]
-    fn versions_are_read_as_each_release_writes_them() {
+    fn version_numbers_of_every_release_are_parsed() {
         let names = [131_000, 120_205, 111_103, 11_601, 10_202].map(version_name);
         assert_eq!(names, ["13.10.0", "12.2.5", "11.11.3", "11.6.1", "10.2.2"]);
     }

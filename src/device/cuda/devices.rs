@@ -174,14 +174,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_spelled_as_the_system_spells_it() {
+    fn a_pci_address_has_the_spelling_of_the_system() {
         assert_eq!(sysfs_name("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(sysfs_name("0000:AF:00.0"), "0000:af:00.0");
         assert_eq!(sysfs_name("00010000:01:00.0"), "00010000:01:00.0");
     }
 
     #[test]
-    fn why_a_driver_shows_no_gpu_is_read_from_the_system() {
+    fn the_reason_why_a_driver_shows_no_gpu_is_read_from_the_system() {
         let root = tempfile::tempdir().expect("a directory");
         let make = |file: &str| {
             let file = root.path().join(file);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn the_node_of_a_gpu_is_read_and_minus_one_is_none() {
+    fn the_numa_node_of_a_gpu_is_read_and_minus_one_means_none() {
         let root = tempfile::tempdir().expect("a directory");
         for (pci, text) in [("0000:3b:00.0", "1\n"), ("0000:af:00.0", "-1\n")] {
             std::fs::create_dir(root.path().join(pci)).expect("a directory");

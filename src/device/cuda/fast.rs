@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn classes_hold_m_and_are_at_most_an_eighth_more() {
+    fn size_classes_are_at_least_m_and_at_most_an_eighth_larger() {
         for m in 1..5000 {
             let class = class(m);
             assert!(class >= m && class <= m + m / 8 && self::class(class) == class, "{m}: {class}");

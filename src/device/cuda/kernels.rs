@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn compiling_before_kernels_run_is_known_by_gpu_compiler_and_driver() {
+    fn the_gpu_the_compiler_and_the_driver_decide_if_kernels_are_compiled_at_a_start() {
         assert_eq!(["nvcc 13.0.88", "NVRTC 12.2", "no nvcc"].map(major_of), [Some(13), Some(12), None]);
         assert!(must_compile((12, 0), (99, 0)) && must_compile((8, 0), (1, 0)));
         assert!(must_compile((8, 0), (99, 0)) == embedded::CUBINS.is_empty());

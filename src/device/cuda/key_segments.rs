@@ -57,13 +57,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_of_one_run_each_are_not_cut() {
+    fn tiles_with_one_key_segment_each_are_not_split() {
         assert_eq!(launches(&[]), [Run::whole(0)]);
         assert_eq!(launches(&[(0, RUN), (3, 8), (RUN, 2 * RUN)]), [Run::whole(3)]);
     }
 
     #[test]
-    fn a_run_starts_the_tiles_up_to_the_last_that_sees_it() {
+    fn a_key_segment_launches_the_tiles_up_to_the_last_that_attends_to_it() {
         let tiles = [(0, 2 * RUN + 1), (RUN - 1, RUN + 1), (0, 5)];
         let run = |i: usize, tiles| Run { from: i * RUN, to: (i + 1) * RUN, tiles };
         assert_eq!(launches(&tiles), [run(0, 3), run(1, 2), run(2, 1)]);

@@ -142,7 +142,7 @@ mod tests {
 
     /// The layout of the CUDA 13 wheels, and of Debian's own python3.
     #[test]
-    fn packages_are_found_in_the_active_environment_and_where_the_python3_of_path_stands() {
+    fn packages_are_found_in_the_active_environment_and_next_to_the_python3_of_path() {
         let root = tempfile::tempdir().expect("a directory");
         let make = |file: &str| {
             let file = root.path().join(file);
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_that_is_nowhere_is_named_with_its_variable() {
+    fn a_missing_library_is_reported_with_its_variable() {
         let absent = "cannot open shared object file: No such file or directory";
         let why =
             CUBLASLT.open(|path| Err::<(), _>(format!("{}: {absent}", path.display()))).expect_err("no such library");

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_stand_still_by_themselves_and_are_forgotten_when_they_end() {
+    fn waiting_threads_are_listed_in_order_until_their_wait_ends() {
         let (first, barrier) = (waiting("a"), std::sync::Barrier::new(2));
         std::thread::scope(|scope| {
             let other = scope.spawn(|| {

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_is_cut_anywhere_and_its_parts_are_all_of_it() {
+    fn a_piece_can_be_split_anywhere_and_its_parts_add_up_to_it() {
         for piece in [
             Piece { at: 5, stride: 10, rows: 6, width: 4 },
             Piece { at: 3, stride: 7, rows: 4, width: 7 },

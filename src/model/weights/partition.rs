@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_cover_every_unit_once_in_whole_blocks_and_shares_are_equal() {
+    fn ranges_cover_every_unit_once_in_whole_blocks_and_shards_have_equal_sizes() {
         let units = units(&[64, BLOCK - 64, BLOCK, BLOCK + 64, 10 * BLOCK + 128, 0, 7 * BLOCK]);
         for ranks in 1..6 {
             let all: Vec<Partition> = (0..ranks).map(|r| Partition::new(&units, r, ranks)).collect();

@@ -104,7 +104,7 @@ mod tests {
     use crate::experience::{Prompt, Response};
 
     #[test]
-    fn tokens_of_an_environment_are_read_and_not_learned() {
+    fn environment_tokens_are_read_and_not_learned() {
         let prompt = Prompt { tokens: vec![1, 2], ..Prompt::default() };
         let response = Response { tokens: vec![3, 4, 5, 6], ..Response::default() };
         let sample = Experience { prompt, response, mask: vec![1, 0, 0, 1], ..Experience::default() };

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tokens_that_are_learned_are_all_answers_the_last_one_or_everything() {
+    fn learned_tokens_are_all_answers_the_last_answer_or_everything() {
         let mask = [0, 1, 1, 0, 0, 1, 1, 0];
         for (on, learned) in
             [(LossOn::Response, mask), (LossOn::LastResponse, [0, 0, 0, 0, 0, 1, 1, 0]), (LossOn::All, [1; 8])]

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_the_same_prompts_and_groups_whatever_its_rounds_are() {
+    fn a_step_uses_the_same_prompts_and_groups_for_any_sizes_of_its_rounds() {
         let dynamic = DynamicSampling { prompts_max_factor: 8, ..DynamicSampling::default() };
         for sizes in [vec![1; 12], vec![4, 8], vec![4, 10, 6], vec![30]] {
             let (mut rounds, mut asked) = (Rounds::default(), 0);
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_asks_for_what_the_share_of_kept_groups_predicts() {
+    fn a_round_requests_as_many_prompts_as_the_share_of_kept_groups_predicts() {
         let dynamic = DynamicSampling { prompts_max_factor: 8, ..DynamicSampling::default() };
         let needed = |answered: u64, kept: u64, prompts: usize| {
             let mut rounds = Rounds::new(History { answered, kept });

@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pass_at_k_is_the_share_of_subsets_of_k_samples_that_hold_a_right_one() {
+    fn pass_at_k_is_the_share_of_subsets_of_k_samples_that_contain_a_correct_one() {
         for n in 1..=8usize {
             for (c, k) in (0..=n).flat_map(|c| (1..=n).map(move |k| (c, k))) {
                 // The first c samples are right.
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_majority_is_of_answers_that_were_given_and_of_as_many_votes_the_first_counts() {
+    fn the_majority_counts_only_given_answers_and_the_first_answer_wins_a_tie() {
         let of = |answers: &[(&str, bool)]| {
             majority(answers.iter().map(|(answer, right)| (Some(answer.to_string()).filter(|a| !a.is_empty()), *right)))
         };

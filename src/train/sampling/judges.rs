@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_match_is_the_score_and_what_is_no_number_is_none() {
+    fn the_last_match_is_the_score_and_text_that_is_not_a_number_gives_none() {
         let default = Regex::new(&JudgeConfig::default().pattern).unwrap();
         for (pattern, answer, want) in [
             (&default, "Score: 3? No.\nscore: -7.5", Some(-7.5)),

@@ -480,7 +480,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_that_comes_again_in_a_batch_is_drawn_anew_and_others_keep_their_id() {
+    fn a_row_repeated_in_a_batch_is_sampled_with_a_new_id_and_other_rows_keep_their_id() {
         let prompts: Vec<Prompt> = [7, 8, 7, 9, 7].map(|id| Prompt { id, ..Prompt::default() }).to_vec();
         let ids = random_ids(&prompts);
         assert_eq!((ids[0], ids[1], ids[3]), (7, 8, 9));

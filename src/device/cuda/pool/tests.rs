@@ -40,7 +40,7 @@ fn allocate(pool: &mut Pool, bytes: usize, gpu: &Counted) -> u64 {
 }
 
 #[test]
-fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
+fn reserved_memory_serves_every_mix_of_sizes_without_driver_calls() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 256 * MIB;
     pool.reserve(256 * MIB, &gpu);
@@ -58,7 +58,7 @@ fn what_is_reserved_serves_every_mix_of_sizes_without_the_driver() {
 }
 
 #[test]
-fn runs_do_not_overlap_and_are_aligned() {
+fn allocations_do_not_overlap_and_are_aligned() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     let mut live: Vec<(u64, usize)> = Vec::new();
     for i in 0..400usize {
@@ -82,7 +82,7 @@ fn runs_do_not_overlap_and_are_aligned() {
 }
 
 #[test]
-fn small_runs_leave_the_room_of_large_ones_whole() {
+fn small_allocations_do_not_fragment_the_memory_of_large_ones() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.reserve(64 * MIB, &gpu);
     let large = allocate(&mut pool, 20 * MIB, &gpu);
@@ -94,7 +94,7 @@ fn small_runs_leave_the_room_of_large_ones_whole() {
 }
 
 #[test]
-fn beyond_the_limit_a_request_is_refused_and_says_who_uses_what_and_what_would_fit() {
+fn a_request_beyond_the_limit_fails_with_the_memory_of_each_owner_and_the_memory_left() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 64 * MIB;
     let kept = pool.allocate(16 * MIB, "weights of the critic", &gpu).expect("there is room");
@@ -110,7 +110,7 @@ fn beyond_the_limit_a_request_is_refused_and_says_who_uses_what_and_what_would_f
 }
 
 #[test]
-fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
+fn free_memory_is_returned_to_a_full_gpu_before_the_next_request() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(100 * MIB));
     let a = allocate(&mut pool, 64 * MIB, &gpu);
     pool.give(a, &gpu);
@@ -122,7 +122,7 @@ fn a_gpu_that_is_full_gets_free_memory_back_before_it_is_asked_again() {
 }
 
 #[test]
-fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives() {
+fn memory_freed_in_a_capture_is_reused_only_by_that_capture_while_the_graph_lives() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     let before = allocate(&mut pool, 4096, &gpu);
     pool.begin_capture(Vec::new());
@@ -146,7 +146,7 @@ fn what_a_capture_freed_serves_the_capture_and_nobody_else_while_the_graph_lives
 }
 
 #[test]
-fn runs_without_caching_are_as_long_as_they_were_asked_for_and_go_back_at_once() {
+fn uncached_allocations_have_the_requested_size_and_are_freed_at_once() {
     let (mut pool, gpu) = (Pool { exact: true, ..Pool::default() }, Counted::with_room(1 << 20));
     let run = allocate(&mut pool, 1000, &gpu);
     assert_eq!((pool.usage.in_use, pool.usage.held), (1000, 1000));
@@ -155,7 +155,7 @@ fn runs_without_caching_are_as_long_as_they_were_asked_for_and_go_back_at_once()
 }
 
 #[test]
-fn what_copies_still_read_is_out_of_use_and_taken_when_nothing_else_has_room() {
+fn memory_that_copies_still_read_is_reused_only_if_no_other_is_left() {
     let (mut pool, gpu) = (Pool::default(), Counted::with_room(1 << 30));
     pool.usage.limit = 64 * MIB;
     pool.reserve(64 * MIB, &gpu);
