@@ -16,7 +16,7 @@ fn flip(path: &Path, at: usize) {
 }
 
 #[test]
-fn the_newest_whole_checkpoint_is_taken_and_the_skipped_are_named() {
+fn the_newest_intact_checkpoint_is_loaded_and_skipped_ones_are_named() {
     type Damage = fn(&Path);
     let faults: [(&str, Damage); 6] = [
         ("hash", |dir| flip(&dir.join("actor.rank-0000.bin"), 4321)),
@@ -62,7 +62,7 @@ fn every_flipped_byte_of_a_manifest_is_noticed() {
 }
 
 #[test]
-fn what_a_killed_run_left_is_cleaned_at_the_next_start_only() {
+fn leftovers_of_a_killed_run_are_removed_only_at_the_next_start() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 1, 3).expect("saves");
     for left in [".step-2.partial", ".step-0.removing"] {
@@ -90,7 +90,7 @@ fn a_directory_that_cannot_be_written_is_an_io_error() {
 }
 
 #[test]
-fn names_that_lead_elsewhere_and_names_given_twice_are_refused() {
+fn names_that_leave_the_directory_and_duplicate_names_are_rejected() {
     let root = tempfile::tempdir().expect("a directory");
     save_step(root.path(), 1, 3).expect("saves");
     let elsewhere =

@@ -23,7 +23,7 @@ fn a_saved_checkpoint_reads_back_bit_for_bit() {
 }
 
 #[test]
-fn each_file_is_on_the_disk_when_what_it_was_written_from_may_go() {
+fn each_file_is_on_disk_before_its_source_is_freed() {
     let root = tempfile::tempdir().expect("a directory");
     let seen = RefCell::new(Vec::new());
     let there = || -> usize { std::fs::read_dir(root.path().join(".step-1.partial")).map_or(0, Iterator::count) };
@@ -42,7 +42,7 @@ fn an_empty_or_missing_directory_has_no_checkpoint() {
 }
 
 #[test]
-fn any_range_of_a_vector_is_put_together_from_its_shards() {
+fn any_range_of_a_vector_is_assembled_from_its_shards() {
     let root = tempfile::tempdir().expect("a directory");
     let values = weights(1, 1000);
     let cuts = [0, 10, 10, 400, 1000];
@@ -96,7 +96,7 @@ fn the_newest_keep_last_checkpoints_stay() {
 }
 
 #[test]
-fn the_best_checkpoint_stays_beside_the_newest_and_where_another_of_its_step_replaces_it() {
+fn the_best_checkpoint_is_kept_next_to_the_newest_and_if_its_step_is_saved_again() {
     let root = tempfile::tempdir().expect("a directory");
     let save_keeping = |step, best| {
         let keep = Keep { last: 1, best };
