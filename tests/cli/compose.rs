@@ -18,7 +18,7 @@ fn best_of(fixture: &Fixture, model: &str, samples: &str, keys: &[&str]) -> Ende
 }
 
 #[test]
-fn answers_of_other_inputs_are_made_again_and_those_of_the_same_are_reused() {
+fn answers_are_reused_for_equal_inputs_and_generated_again_for_changed_ones() {
     let fixture = Fixture::new();
     fixture.write("stub", STUB);
     fs::set_permissions(fixture.path("stub"), fs::Permissions::from_mode(0o755)).expect("a program");

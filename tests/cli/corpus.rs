@@ -39,7 +39,7 @@ fn operands(row: &Value) -> (u64, u64) {
 }
 
 #[test]
-fn worked_answers_are_right_and_end_with_the_answer() {
+fn worked_solutions_are_correct_and_end_with_the_answer() {
     let [one, three] =
         [(1, 20), (3, 100)].map(|(digits, rows)| corpus(&format!("--rows 2000 --eval-rows {rows} --digits {digits}")));
     for row in one.iter().chain(&three).chain(many()) {
@@ -56,7 +56,7 @@ fn worked_answers_are_right_and_end_with_the_answer() {
 }
 
 #[test]
-fn workings_and_mistakes_are_those_of_the_table() {
+fn solutions_and_mistakes_equal_those_of_the_table() {
     let rows = many();
     for (prompt, right, mistaken) in [
         ("29+29=", "9+9=18 2+2+1=5 58", "9+9=18 2+2=4 48"),
@@ -85,7 +85,7 @@ fn operands_of_eval_questions_never_occur_in_training() {
 }
 
 #[test]
-fn the_systematic_mistake_outnumbers_the_right_working_where_it_is_possible() {
+fn the_systematic_mistake_is_more_frequent_than_the_correct_solution_if_possible() {
     let rows = many();
     // A step that uses a carry or borrow, or two numbers of several digits with different last ones.
     let possible = |row: &Value| match (text(row, "kind"), text(row, "response")) {
@@ -120,7 +120,7 @@ fn the_same_seed_gives_the_same_rows_and_another_seed_others() {
 }
 
 #[test]
-fn a_corpus_that_cannot_be_made_is_refused() {
+fn options_that_no_corpus_can_satisfy_are_rejected() {
     for (options, words) in [
         ("--out rows.jsonl --digits 1 --eval-rows 5000", "distinct eval questions"),
         ("--out rows.jsonl --digits 0", "--digits must be from 1 to 6"),

@@ -4,7 +4,7 @@ use super::fixture::Fixture;
 use serde_json::{Value, json};
 
 #[test]
-fn data_is_looked_at_before_the_weights_of_a_model() {
+fn data_is_checked_before_model_weights_are_read() {
     let fixture = Fixture::new();
     // Whatever reads these ends there.
     fixture.write("model/model.safetensors", "no weights");
@@ -29,7 +29,7 @@ const LABELS: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn a_row_whose_labels_teach_nothing_is_named_before_weights_are_read() {
+fn a_row_with_unusable_labels_is_named_before_model_weights_are_read() {
     let fixture = Fixture::new();
     fixture.write("model/model.safetensors", "no weights");
     let keys = ["data.prompts=[\"bad.jsonl\"]", "data.prompt_split=", "data.eval_split=", "data.label_key=label"];
@@ -56,7 +56,7 @@ fn a_row_whose_labels_teach_nothing_is_named_before_weights_are_read() {
 }
 
 #[test]
-fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps() {
+fn a_python_reward_gets_every_field_of_jsonl_rows_and_the_fields_kept_in_a_shard() {
     let fixture = Fixture::new();
     fixture.write(
         "reward.py",
@@ -85,7 +85,7 @@ fn a_python_reward_gets_every_field_of_jsonl_rows_and_those_that_a_shard_keeps()
 }
 
 #[test]
-fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
+fn rows_are_shown_as_the_model_reads_them_with_learned_tokens_marked() {
     let fixture = Fixture::new();
     let shard =
         "shard rows.jsonl --tokenizer tokenizer --response-key demonstration --label-key answer --out shown --show 2";
@@ -101,7 +101,7 @@ fn rows_are_shown_as_the_model_sees_them_with_what_it_learns_marked() {
 }
 
 #[test]
-fn fields_that_say_more_about_a_prompt_are_named_if_they_do_not_become_a_part_of_it() {
+fn prompt_fields_that_do_not_become_part_of_the_prompt_are_named() {
     let fixture = Fixture::new();
     fixture.write("model/chat_template.jinja", "{{ mood }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}");
     let tool = json!([{"type": "function", "function": {"name": "add"}}]);
@@ -128,7 +128,7 @@ fn fields_that_say_more_about_a_prompt_are_named_if_they_do_not_become_a_part_of
 }
 
 #[test]
-fn files_and_folders_of_a_folder_whose_rows_are_not_read_are_named() {
+fn files_and_subfolders_whose_rows_are_not_read_are_named() {
     let fixture = Fixture::new();
     let row = "{\"prompt\": \"1+1=\"}\n";
     for name in ["rows/train.jsonl", "rows/extra/train.jsonl", "hub/a.jsonl"] {
@@ -158,7 +158,7 @@ fn texts_are_read_from_the_field_text_unless_another_is_named() {
 }
 
 #[test]
-fn a_parquet_file_that_is_not_whole_is_refused_by_name() {
+fn an_incomplete_parquet_file_is_rejected_and_the_error_names_it() {
     let fixture = Fixture::new();
     fixture.write("rows.parquet", "PAR1");
     let words = ["rows.parquet", "not a complete Parquet file (4 bytes)"];
@@ -176,7 +176,7 @@ fn swap_tokens(fixture: &Fixture, name: &str) {
 }
 
 #[test]
-fn tokens_that_were_swapped_in_a_shard_are_found_by_a_start_a_dry_run_and_a_resume() {
+fn swapped_tokens_in_a_shard_are_detected_by_a_start_a_dry_run_and_a_resume() {
     let fixture = Fixture::new();
     let written = fixture.read("questions.bin");
     swap_tokens(&fixture, "questions.bin");
@@ -198,7 +198,7 @@ fn tokens_that_were_swapped_in_a_shard_are_found_by_a_start_a_dry_run_and_a_resu
 }
 
 #[test]
-fn a_damaged_shard_in_the_run_directory_is_found_by_the_next_start() {
+fn a_damaged_shard_in_the_run_directory_is_detected_at_the_next_start() {
     let fixture = Fixture::new();
     let rows = ["data.prompts=[\"rows.jsonl\"]", "data.prompt_split=", "data.eval_split=", "eval.every_steps=0"];
     fixture.job(&[&rows[..], &["job.steps=1"]].concat()).well();
@@ -236,7 +236,7 @@ fn shards_are_verified_without_tokenizer_and_the_first_wrong_file_is_named() {
 }
 
 #[test]
-fn a_run_directory_that_cannot_be_made_is_named() {
+fn a_run_directory_that_cannot_be_created_is_named() {
     let fixture = Fixture::new();
     fixture.write("file", "");
     fixture.refuses(74, &["job.dir=file/run"], &["file/run", "Not a directory"]).hinted("job.dir");
@@ -244,7 +244,7 @@ fn a_run_directory_that_cannot_be_made_is_named() {
 }
 
 #[test]
-fn a_run_directory_with_a_checkpoint_of_another_shape_is_refused() {
+fn a_run_directory_with_a_checkpoint_of_another_shape_is_rejected() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     let before = fixture.text("run/metrics.jsonl");
@@ -267,7 +267,7 @@ fn a_run_directory_with_a_checkpoint_of_another_shape_is_refused() {
 }
 
 #[test]
-fn data_that_changed_since_the_checkpoint_is_refused() {
+fn data_that_changed_since_the_checkpoint_is_rejected() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     let rows: Vec<Value> =

@@ -66,7 +66,7 @@ fn new_weights_have_the_type_that_config_json_names() {
 }
 
 #[test]
-fn what_is_no_model_is_named_with_the_command_that_helps() {
+fn a_directory_that_is_not_a_model_is_named_with_the_command_that_helps() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1", "eval.every_steps=0"]).well();
     fixture.copy("model", "pointer");
@@ -112,7 +112,7 @@ fn ends(fixture: &Fixture, dir: &str, listed: &Value) {
 }
 
 #[test]
-fn demonstrations_end_with_the_tokenizers_own_token_and_the_export_names_all_end_tokens() {
+fn demonstrations_end_with_the_tokenizers_end_token_and_the_export_lists_all_end_tokens() {
     let fixture = Fixture::new();
     ends(&fixture, "model", &json!([4, 9999, 3]));
     fixture.jsonl("pairs.jsonl", &[json!({"prompt": "1+1=", "response": "2"})]);
@@ -163,7 +163,7 @@ fn a_template_that_ends_turns_with_no_end_token_is_named_and_its_line_break_is_n
 }
 
 #[test]
-fn a_larger_padded_vocabulary_of_the_same_tokenizer_is_cut_and_a_smaller_one_is_named() {
+fn a_larger_padded_vocabulary_of_the_same_tokenizer_is_truncated_and_a_smaller_one_is_named() {
     let fixture = Fixture::new();
     let wide = |name: &str, size: usize| {
         fixture.edit("config.json", |config| config["vocab_size"] = json!(size));
@@ -226,7 +226,7 @@ fn cut(fixture: &Fixture, dir: &str, vocabulary: usize) {
 }
 
 #[test]
-fn keys_that_nothing_reads_are_named_once() {
+fn unused_keys_are_named_once() {
     let fixture = Fixture::new();
     fixture.edit("model/config.json", |config| {
         config["logit_softcap"] = json!(30.0);

@@ -23,7 +23,7 @@ const LINES: &[(&str, &[&str])] = &[
 ];
 
 #[test]
-fn a_command_line_of_another_system_is_answered_with_the_one_to_write() {
+fn a_command_line_of_another_system_is_rejected_with_our_equivalent() {
     let fixture = Fixture::new();
     fixture.write("job.yaml", "# GRPO\ntrainer:\n  total_epochs: 3\n");
     fixture.write("job.json", "{\"job\": {\"kind\": \"ppo\"}}");
@@ -93,7 +93,7 @@ fn each_key_of_a_table_of_verl_is_named_with_ours_and_its_line() {
 }
 
 #[test]
-fn a_run_warns_once_of_the_keys_that_it_does_not_use() {
+fn a_run_warns_once_about_unused_keys() {
     let fixture = Fixture::new();
     let ended =
         fixture.job(&["--dry-run", "sft.epochs=3.0", "dpo.beta=0.3", "ppo.kl_in=none", "ppo.kl_coef=0.5"]).well();

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::Stdio;
 
 #[test]
-fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_at_texts() {
+fn a_beam_search_returns_the_best_responses_with_their_scores_and_obeys_stop_texts() {
     let fixture = Fixture::new();
     let search = ["--beams", "3", "--samples", "2", "--max-new-tokens", "12", "--length-penalty", "2"];
     let rows = [json!({"prompt": "1+1=", "score": "kept by samples"}), json!({"prompt": "2+2="})];
@@ -31,7 +31,7 @@ fn a_beam_search_gives_the_best_responses_of_a_row_with_their_scores_and_stops_a
 }
 
 #[test]
-fn the_sampling_of_a_row_is_what_the_options_of_these_names_are() {
+fn sampling_fields_of_a_row_act_like_the_options_of_the_same_names() {
     let fixture = Fixture::new();
     let cases = [
         (json!({"temperature": 0, "max_new_tokens": 7}), "--temperature 0 --max-new-tokens 7"),
@@ -77,7 +77,7 @@ fn the_sampling_of_a_row_is_what_the_options_of_these_names_are() {
 }
 
 #[test]
-fn rows_of_standard_input_are_answered_as_they_come() {
+fn rows_of_standard_input_are_answered_as_they_arrive() {
     let fixture = Fixture::new();
     let arguments = ["generate", "--model", "model", "--input", "-", "--max-new-tokens", "3"];
     let mut command = command::program(fixture.root(), 0);
@@ -100,7 +100,7 @@ fn rows_of_standard_input_are_answered_as_they_come() {
 }
 
 #[test]
-fn a_limit_beyond_the_context_is_told_before_the_answers() {
+fn a_limit_beyond_the_context_is_reported_before_the_responses() {
     let fixture = Fixture::new();
     fixture.jsonl("rows.jsonl", &[json!({"tokens": [5, 6]})]);
     let asked = |most: &str| {
@@ -115,7 +115,7 @@ fn a_limit_beyond_the_context_is_told_before_the_answers() {
 }
 
 #[test]
-fn a_chat_without_a_template_is_told_how_this_verb_or_another_goes_on() {
+fn a_chat_without_a_template_is_rejected_with_the_options_and_verbs_that_work() {
     let fixture = Fixture::new();
     fixture.edit("model/tokenizer_config.json", |config| drop(config.as_object_mut().unwrap().remove("chat_template")));
     let ended = fixture.run(&["chat", "--model", "model"]).refused(65, &["has no chat template"]);

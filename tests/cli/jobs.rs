@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 #[test]
-fn every_recipe_is_copied_with_its_files_and_is_a_job() {
+fn every_recipe_is_copied_with_its_files_and_is_a_valid_job() {
     let fixture = Fixture::new();
     let listed = fixture.run(&["jobs"]).well();
     let names: Vec<&str> = listed.stdout.lines().map(|line| line.split("  ").next().expect("a name")).collect();
@@ -57,7 +57,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_job() {
 }
 
 #[test]
-fn a_file_beside_a_recipe_stays_as_it_is_where_there_is_one() {
+fn an_existing_file_next_to_a_recipe_is_not_overwritten() {
     let fixture = Fixture::new();
     fixture.write("reward.py", "mine");
     let copied = fixture.run(&["jobs", "copy", "ppo-python-reward"]).well();
@@ -67,7 +67,7 @@ fn a_file_beside_a_recipe_stays_as_it_is_where_there_is_one() {
 }
 
 #[test]
-fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
+fn the_command_in_the_7b_recipe_plans_it_without_weights() {
     let fixture = Fixture::new();
     let copied = fixture.run(&["jobs", "copy", "ppo-7b", "--to", "big.toml"]).well();
     let next = copied.stderr.lines().find_map(|line| line.strip_prefix("next:   rlhf-hpc ")).expect("a command");
@@ -78,7 +78,7 @@ fn the_command_that_the_recipe_of_7b_names_plans_it_without_weights() {
 
 /// Uses fewer prompts than the jobs have, and one layout instead of all open ones, which makes planning faster.
 #[test]
-fn the_jobs_of_the_batch_scripts_fit_the_gpus_that_these_ask_for() {
+fn the_jobs_of_the_batch_scripts_fit_the_gpus_that_the_scripts_request() {
     let fixture = Fixture::new();
     let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs");
     for (name, ranks, sets) in [
@@ -95,7 +95,7 @@ fn the_jobs_of_the_batch_scripts_fit_the_gpus_that_these_ask_for() {
 
 /// The job itself with models of Llama-2-7B's shape at 1/1000 of its 6.74 billion parameters, and shorter steps.
 #[test]
-fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
+fn the_7b_recipe_runs_at_a_thousandth_of_its_size_on_4_ranks() {
     let fixture = Fixture::new();
     let jobs = Path::new(env!("CARGO_MANIFEST_DIR")).join("jobs");
     for model in ["llama2-7b-sft", "llama2-7b-rm"] {
@@ -150,7 +150,7 @@ fn the_recipe_of_7b_runs_at_a_thousandth_of_its_size_on_4_ranks() {
 }
 
 #[test]
-fn a_step_that_would_take_cpus_hours_is_refused_where_the_job_leaves_the_device_open() {
+fn a_step_that_would_take_hours_on_cpus_is_rejected_if_the_device_is_automatic() {
     let fixture = Fixture::new();
     fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "big"]).well();
     // As many parameters as a model of 7B has, in few layers, which are planned sooner.

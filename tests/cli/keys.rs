@@ -43,7 +43,7 @@ const EDITS: &[(&str, &str, &[&str], &str)] = &[
 ];
 
 #[test]
-fn what_a_job_file_says_wrongly_is_refused_by_line_or_key() {
+fn errors_in_a_job_file_name_the_line_or_the_key() {
     let fixture = Fixture::new();
     let whole = fixture.text("job.toml");
     for (from, to, words, hint) in EDITS {
@@ -236,7 +236,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
 
 /// Without ranks, models and files where the keys alone show it, else by the program.
 #[test]
-fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
+fn errors_in_an_override_show_the_correct_form() {
     let fixture = Fixture::new();
     for (overrides, words, hint) in OVERRIDES {
         let sets: Vec<String> = overrides.iter().map(ToString::to_string).collect();
@@ -248,7 +248,7 @@ fn what_an_override_says_wrongly_is_refused_with_what_would_be_right() {
 }
 
 #[test]
-fn an_evaluation_needs_prompts_or_sets() {
+fn an_evaluation_needs_prompts_or_eval_sets() {
     let of = |sets: &[&str]| {
         let job = "job.kind = \"eval\"\nmodel.actor = \"m\"\nreward.rule = \"exact\"\n";
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_string()).collect();
@@ -281,7 +281,7 @@ const WORDS: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn words_of_other_systems_are_answered_with_our_key() {
+fn keys_of_other_systems_are_rejected_with_our_key() {
     let fixture = Fixture::new();
     for (key, hint) in WORDS {
         is_refused(&fixture, &[format!("{key}=1")], &["unknown key", hint]);
@@ -289,7 +289,7 @@ fn words_of_other_systems_are_answered_with_our_key() {
 }
 
 #[test]
-fn all_mistakes_of_a_job_are_told_at_once() {
+fn all_errors_of_a_job_are_reported_together() {
     let fixture = Fixture::new();
     let wrong = fixture.text("job.toml").replace("seed = 5", "sede = 5").replace("\nsteps = 2", "\nsteps = true");
     fixture.write("job.toml", wrong);
@@ -310,7 +310,7 @@ fn all_mistakes_of_a_job_are_told_at_once() {
 }
 
 #[test]
-fn one_text_is_taken_where_a_list_is_meant() {
+fn a_single_text_is_accepted_for_a_list() {
     let fixture = Fixture::new();
     let listed = fixture.text("job.toml");
     fixture.write("job.toml", listed.replace("prompts = [\"questions\"]", "prompts = \"questions\""));
@@ -319,7 +319,7 @@ fn one_text_is_taken_where_a_list_is_meant() {
 }
 
 #[test]
-fn overrides_are_texts_numbers_truths_and_lists() {
+fn overrides_are_texts_numbers_booleans_and_lists() {
     let fixture = Fixture::new();
     let overrides = [
         "job.name=a run of mine",
@@ -356,7 +356,7 @@ fn overrides_are_texts_numbers_truths_and_lists() {
 }
 
 #[test]
-fn values_out_of_range_are_refused_with_the_range() {
+fn values_out_of_range_are_rejected_with_the_range() {
     let fixture = Fixture::new();
     for (key, value, needed) in [
         ("job.steps", "0", "at least 1"),
@@ -422,7 +422,7 @@ fn a_dry_run_changes_nothing_in_the_run_directory() {
 }
 
 #[test]
-fn what_a_killed_export_left_is_removed_by_the_next_start_and_the_export_before_it_put_back() {
+fn the_next_start_removes_leftovers_of_a_killed_export_and_restores_the_previous_export() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     let whole = fixture.read("run/export/model.safetensors");
@@ -434,7 +434,7 @@ fn what_a_killed_export_left_is_removed_by_the_next_start_and_the_export_before_
 }
 
 #[test]
-fn the_resolved_job_runs_as_the_one_that_it_was_made_of_and_leaves_nothing_open() {
+fn the_resolved_job_runs_like_its_original_and_has_no_automatic_value() {
     let fixture = Fixture::new();
     let job = fixture.job(&["ppo.loss=gspo", "job.steps=2"]).well();
     let resolved = fixture.text("run/config.resolved.toml");

@@ -17,7 +17,7 @@ fn reward_model(fixture: &Fixture, name: &str, vocabulary: usize, more: &[&str])
 }
 
 #[test]
-fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused() {
+fn a_tokenizer_with_more_tokens_than_the_model_embeds_is_rejected() {
     let fixture = Fixture::new();
     fixture.edit("config.json", |config| config["vocab_size"] = json!(200));
     fixture.run(&["init", "--config", "config.json", "--out", "small"]).well();
@@ -39,7 +39,7 @@ fn a_model_without_a_tokenizer_cannot_be_trained() {
 }
 
 #[test]
-fn a_critic_or_reference_with_other_tokens_is_refused() {
+fn a_critic_or_reference_with_other_tokens_is_rejected() {
     let fixture = Fixture::new();
     fixture.edit("config.json", |config| config["vocab_size"] = json!(300));
     fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
@@ -62,7 +62,7 @@ fn swap_tokens(fixture: &Fixture, file: &str) {
 }
 
 #[test]
-fn a_teacher_with_other_tokens_or_a_shorter_context_is_refused() {
+fn a_teacher_with_other_tokens_or_a_shorter_context_is_rejected() {
     let fixture = Fixture::new();
     let distill = |dir: &str, words: &[&str]| {
         let teachers = format!("model.teachers=[\"model\",\"{dir}\"]");
@@ -109,7 +109,7 @@ fn a_reward_model_with_another_tokenizer_reads_the_texts_and_scores_as_the_verb_
 }
 
 #[test]
-fn a_reward_model_that_cannot_score_is_refused_by_key_and_directory() {
+fn a_reward_model_that_cannot_score_is_rejected_with_its_key_and_directory() {
     let fixture = Fixture::new();
     reward_model(&fixture, "wide", 300, &[]);
     reward_model(&fixture, "rm", 272, &["--tokenizer", "tokenizer"]);
@@ -149,7 +149,7 @@ fn the_role_of_a_bad_directory_is_named() {
 }
 
 #[test]
-fn what_is_no_model_is_named_for_what_it_is() {
+fn the_error_for_a_path_that_is_not_a_model_describes_the_path() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     fixture.write("prompts.jsonl", "{\"prompt\": \"1+1=\"}\n");

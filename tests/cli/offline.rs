@@ -95,7 +95,7 @@ const TELLING: [&str; 6] = [
 ];
 
 #[test]
-fn what_cannot_be_written_is_an_error_and_an_output_that_was_closed_ends_a_verb_without_words() {
+fn a_failed_write_is_an_error_and_a_closed_output_ends_a_verb_silently() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     for line in TELLING {
@@ -111,7 +111,7 @@ fn what_cannot_be_written_is_an_error_and_an_output_that_was_closed_ends_a_verb_
 }
 
 #[test]
-fn sampling_options_out_of_range_are_refused_in_their_own_words() {
+fn errors_of_sampling_options_use_the_options_own_names() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n");
     for (option, value, needed) in [
@@ -132,7 +132,7 @@ fn sampling_options_out_of_range_are_refused_in_their_own_words() {
 }
 
 #[test]
-fn a_model_that_overflows_on_a_row_is_refused_with_the_row_and_the_layer() {
+fn the_error_of_a_model_that_overflows_names_the_row_and_the_layer() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
@@ -171,7 +171,7 @@ fn tensor(file: &[u8], name: &str, row: Option<usize>) -> std::ops::Range<usize>
 }
 
 #[test]
-fn files_that_are_no_files_are_refused_by_name_and_hang_nothing() {
+fn paths_that_are_not_regular_files_are_named_and_hang_nothing() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2]}\n");
     let made = std::process::Command::new("mkfifo").arg(fixture.path("fifo")).status().expect("mkfifo runs");
@@ -323,7 +323,7 @@ fn piped(fixture: &Fixture, arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train_on() {
+fn generated_rows_are_scored_and_selected_with_all_fields_and_can_be_trained_on() {
     let fixture = Fixture::new();
     fixture.job(&[]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
@@ -395,7 +395,7 @@ fn generated_rows_are_scored_and_selected_with_all_their_fields_as_rows_to_train
 }
 
 #[test]
-fn the_export_of_a_checkpoint_is_that_of_the_run_and_a_damaged_one_is_not_exported() {
+fn a_checkpoint_exports_like_its_run_and_a_damaged_one_is_not_exported() {
     let fixture = Fixture::new();
     let of_tools = "additional_chat_templates/tool_use (v2).jinja";
     fixture.write(&format!("model/{of_tools}"), "{{ messages }}");
@@ -417,7 +417,7 @@ fn the_export_of_a_checkpoint_is_that_of_the_run_and_a_damaged_one_is_not_export
 }
 
 #[test]
-fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
+fn the_device_is_reported_and_a_missing_or_unsuitable_device_is_rejected() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"tokens\": [1, 2, 3]}\n");
     for verb in ["generate", "logprobs"] {
@@ -440,7 +440,7 @@ fn the_device_is_said_and_one_that_is_not_there_or_not_fit_is_refused() {
 }
 
 #[test]
-fn a_prompt_of_the_command_line_and_messages_of_a_chat_are_answered_as_text_while_it_is_drawn() {
+fn a_prompt_option_and_chat_messages_are_answered_as_streamed_text() {
     let fixture = Fixture::new();
     let greedy = ["--temperature", "0", "--max-new-tokens", "12"];
     let text = |row: Value| {
@@ -460,7 +460,7 @@ fn a_prompt_of_the_command_line_and_messages_of_a_chat_are_answered_as_text_whil
 }
 
 #[test]
-fn how_far_an_input_is_shows_on_a_terminal_that_does_not_get_the_rows_themselves() {
+fn progress_is_shown_on_a_terminal_that_does_not_receive_the_rows() {
     let fixture = Fixture::new();
     fixture.write("rows.jsonl", "{\"prompt\": \"1+1=\"}\n".repeat(40));
     for (verb, more) in [("generate", "--max-new-tokens 16"), ("logprobs", "--batch-tokens 16")] {

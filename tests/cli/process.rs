@@ -77,7 +77,7 @@ fn a_dry_run_follows_no_link_and_changes_nothing() {
 }
 
 #[test]
-fn a_file_that_a_link_of_the_model_brings_from_elsewhere_is_neither_saved_nor_exported() {
+fn a_file_linked_from_outside_the_model_directory_is_neither_saved_nor_exported() {
     let fixture = Fixture::new();
     fixture.write("secret", "{{ messages }}");
     let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, fixture.path(at)).unwrap();
@@ -93,7 +93,7 @@ fn a_file_that_a_link_of_the_model_brings_from_elsewhere_is_neither_saved_nor_ex
 }
 
 #[test]
-fn a_disk_that_takes_no_more_is_an_error_that_names_the_file_and_leaves_the_checkpoints_whole() {
+fn a_full_disk_is_an_error_that_names_the_file_and_leaves_the_checkpoints_intact() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     let job = "run job.toml metrics.rollouts_every_steps=0";
@@ -158,7 +158,7 @@ fn a_hangup_under_nohup_stays_ignored() {
 }
 
 #[test]
-fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
+fn an_unwritable_standard_error_changes_no_exit_code() {
     let fixture = Fixture::new();
     for nowhere in ["2>&-", "2>/dev/full"] {
         for (arguments, code) in [
@@ -176,7 +176,7 @@ fn a_standard_error_that_takes_nothing_changes_no_exit_code() {
 }
 
 #[test]
-fn no_ancestor_of_a_reward_shows_it_an_environment_with_keys() {
+fn no_ancestor_of_a_reward_process_exposes_secrets_in_its_environment() {
     let fixture = Fixture::new();
     fixture.write(
         "reward.py",

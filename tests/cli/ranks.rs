@@ -4,7 +4,7 @@ use super::command;
 use super::fixture::Fixture;
 
 #[test]
-fn an_error_on_every_rank_and_a_dry_run_are_said_once() {
+fn errors_of_all_ranks_and_a_dry_run_are_printed_once() {
     let fixture = Fixture::new();
     let run = |arguments: &[&str]| command::mpirun(fixture.root(), 2, arguments);
     for (arguments, code, words) in [
@@ -29,7 +29,7 @@ fn an_error_on_every_rank_and_a_dry_run_are_said_once() {
 }
 
 #[test]
-fn a_mesh_that_needs_other_ranks_than_were_started_is_refused() {
+fn a_mesh_that_does_not_match_the_number_of_ranks_is_rejected() {
     let fixture = Fixture::new();
     let fixed = "gradient.order = \"fixed\"";
     for (ranks, sets, words, hint) in [
@@ -56,7 +56,7 @@ fn a_verb_for_one_process_works_once_under_a_launcher() {
 }
 
 #[test]
-fn verbs_that_ask_a_model_deal_the_rows_to_the_ranks_and_answer_as_one_does() {
+fn model_verbs_distribute_rows_over_the_ranks_and_answer_like_one_rank() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=1"]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();

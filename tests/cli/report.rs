@@ -61,7 +61,7 @@ fn run() -> Fixture {
 }
 
 #[test]
-fn a_run_whose_data_is_hostile_is_shown_as_text_as_json_and_in_a_browser() {
+fn a_run_with_hostile_data_is_shown_as_text_as_json_and_in_a_browser() {
     let fixture = run();
     samples_are_shown_together_and_as_json_to_the_letter(&fixture);
     a_report_has_marks_in_every_plot_and_hostile_text_stays_text(&fixture);

@@ -24,7 +24,7 @@ fn the_parts_of_the_planned_memory_add_up() {
 }
 
 #[test]
-fn a_start_without_new_steps_says_so_and_a_dry_run_resumes_nothing() {
+fn a_start_without_new_steps_reports_that_and_a_dry_run_resumes_nothing() {
     let fixture = Fixture::new();
     fixture.job(&[]).well().assert(0, &["\n2 steps in "]);
     let dry = fixture.job(&["--dry-run", "job.steps=3"]).well();
@@ -36,7 +36,7 @@ fn a_start_without_new_steps_says_so_and_a_dry_run_resumes_nothing() {
 }
 
 #[test]
-fn steps_that_are_lowered_to_the_ones_made_end_with_their_evaluation() {
+fn a_run_with_steps_lowered_to_the_finished_ones_ends_with_its_evaluation() {
     let fixture = Fixture::new();
     fixture.job(&["job.steps=4", "eval.every_steps=4"]).well();
     let checkpoints = fixture.path("run/checkpoints");
@@ -51,7 +51,7 @@ fn steps_that_are_lowered_to_the_ones_made_end_with_their_evaluation() {
 }
 
 #[test]
-fn a_run_without_a_name_has_that_of_its_directory() {
+fn a_run_without_a_name_is_named_after_its_directory() {
     let fixture = Fixture::new();
     let title = |sets: &[&str]| {
         let ended = fixture.job(&[&["--dry-run"], sets].concat()).well();
@@ -101,7 +101,7 @@ fn a_dry_run_of_a_job_for_gpus_checks_the_rest_on_a_machine_without_one() {
 }
 
 #[test]
-fn a_job_without_rows_is_answered_with_the_rule_that_filtered_them() {
+fn a_job_without_rows_is_rejected_with_the_filter_that_removed_them() {
     let fixture = Fixture::new();
     let sets = ["data.eval_split=", "data.eval_sets=[{ name = \"all\", prompts = \"questions\" }]"];
     let again = fixture.job(&[&["--dry-run"], &sets[..]].concat()).refused(65, &["no rows are left to train on"]);
@@ -136,7 +136,7 @@ fn texts_of_a_model_with_a_short_context_are_planned() {
 }
 
 #[test]
-fn data_with_only_a_test_split_are_warned_of_and_a_split_without_rows_to_evaluate_comes_with_a_remedy() {
+fn a_lone_test_split_causes_a_warning_and_an_empty_evaluation_split_a_hint() {
     let fixture = Fixture::new();
     let rows: Vec<Value> = (0..9).map(|i| json!({"prompt": format!("{i}+1="), "answer": i + 1})).collect();
     fixture.jsonl("rows/test.jsonl", &rows);

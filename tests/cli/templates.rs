@@ -24,7 +24,7 @@ fn begun(fixture: &Fixture, model: &str, row: &Value, options: &[&str]) -> Value
 }
 
 #[test]
-fn text_prompts_go_through_the_template_on_request_and_else_as_in_the_job_that_exported_the_model() {
+fn text_prompts_use_the_template_on_request_or_like_the_job_that_exported_the_model() {
     let fixture = fixture();
     let (text, messages) = (json!({"prompt": "1+1="}), json!({"messages": [{"role": "user", "content": "1+1="}]}));
     let glad = ["--chat-template-args", "{\"mood\": \"glad\"}"];
@@ -71,7 +71,7 @@ fn text_prompts_go_through_the_template_on_request_and_else_as_in_the_job_that_e
 }
 
 #[test]
-fn log_probabilities_and_rewards_of_texts_are_those_of_the_tokens_that_a_job_learns() {
+fn log_probabilities_and_rewards_of_texts_use_the_tokens_that_a_job_learns() {
     let fixture = fixture();
     let shard = ["shard", "learned.jsonl", "--tokenizer", "model", "--chat-template", "--demonstrations", "--out", "s"];
     let shown = fixture.run(&[&shard[..], &["--show", "1"]].concat()).well();

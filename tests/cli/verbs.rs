@@ -108,7 +108,7 @@ const REFUSED: &[(&str, i32, &[&str], &str)] = &[
 ];
 
 #[test]
-fn a_command_line_that_cannot_work_is_refused_by_what_is_wrong() {
+fn an_invalid_command_line_is_rejected_with_the_cause() {
     let fixture = Fixture::new();
     for (line, code, words, hint) in REFUSED {
         fixture.run(&line.split(' ').collect::<Vec<_>>()).refused(*code, words).hinted(hint);
@@ -120,7 +120,7 @@ fn a_command_line_that_cannot_work_is_refused_by_what_is_wrong() {
 }
 
 #[test]
-fn info_tells_what_this_machine_and_this_binary_are() {
+fn info_describes_this_machine_and_this_binary() {
     let info = run(&["info"]).well().stdout;
     let libraries = ["rlhf-hpc", "mpi", "cuda", "carried", "nvrtc", "cublaslt", "nccl"];
     let machine = ["kernels", "cpu", "memory", "world      1 rank", "threads"];
@@ -130,7 +130,7 @@ fn info_tells_what_this_machine_and_this_binary_are() {
 }
 
 #[test]
-fn without_a_driver_info_says_why_the_cpu_computes() {
+fn without_a_driver_info_reports_why_the_cpu_is_used() {
     // SAFETY: the driver's initialisers ask nothing of the process that opens it.
     if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
         return;
@@ -143,7 +143,7 @@ fn without_a_driver_info_says_why_the_cpu_computes() {
 }
 
 #[test]
-fn info_shows_what_kernels_take_where_nvcc_told_it() {
+fn info_shows_the_resources_of_kernels_if_nvcc_reported_them() {
     match rlhf_hpc::device::cuda::embedded::resources() {
         Ok(table) => assert_eq!(run(&["info", "--kernels"]).well().stdout, table),
         Err(why) => drop(run(&["info", "--kernels"]).refused(2, &[&why, "RLHF_NVCC"])),
@@ -161,7 +161,7 @@ fn needed() -> Vec<String> {
 }
 
 #[test]
-fn the_binary_needs_mpi_and_the_family_of_libc_alone() {
+fn the_binary_links_only_to_mpi_and_the_libc_libraries() {
     let libc = ["libc.so.", "libm.so.", "libgcc_s.so.", "libpthread.so.", "libdl.so.", "librt.so.", "ld-linux"];
     let needed = needed();
     let (mpi, others): (Vec<_>, Vec<_>) = needed.iter().partition(|name| name.starts_with("libmpi.so."));
