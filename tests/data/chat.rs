@@ -55,7 +55,7 @@ fn chats_are_rendered_and_tokenized_as_transformers_does() {
 }
 
 #[test]
-fn the_ids_of_a_conversation_are_those_of_its_turns_one_behind_the_other() {
+fn the_ids_of_a_conversation_are_the_concatenated_ids_of_its_turns() {
     let (golden, none) = (golden(), Map::new());
     let (question, more) =
         (json!({"role": "user", "content": "What is 12 + 34?"}), json!({"role": "user", "content": "And 5?"}));
@@ -84,7 +84,7 @@ fn the_ids_of_a_conversation_are_those_of_its_turns_one_behind_the_other() {
 }
 
 #[test]
-fn a_template_that_is_none_and_one_that_is_broken_are_named() {
+fn a_missing_template_and_a_broken_template_are_reported() {
     let dir = directory(&golden(), "inst");
     fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
     let error = Tokenizer::load(dir.path()).unwrap_err();
@@ -109,7 +109,7 @@ fn the_template_file_and_the_default_of_a_list_are_found() {
 }
 
 #[test]
-fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
+fn a_chat_that_would_begin_with_two_begin_tokens_is_rejected() {
     let dir = directory(&golden(), "inst");
     let twice = "{{ bos_token }}{{ bos_token }}{{ messages[0].content }}";
     fs::write(dir.path().join("chat_template.jinja"), twice).unwrap();
@@ -119,11 +119,8 @@ fn a_chat_that_would_begin_with_two_begin_tokens_is_refused() {
 }
 
 #[test]
-fn a_template_that_takes_memory_stack_or_time_without_end_is_an_error() {
-    crate::alone(
-        "data::chat::a_template_that_takes_memory_stack_or_time_without_end_is_an_error",
-        endless_templates_fail,
-    );
+fn a_template_with_unbounded_memory_stack_or_time_is_an_error() {
+    crate::alone("data::chat::a_template_with_unbounded_memory_stack_or_time_is_an_error", endless_templates_fail);
 }
 
 /// In a process of its own: a thread whose stack is used up stays, with whatever lock it held, and a fork would wait

@@ -28,7 +28,7 @@ fn gzip(text: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_list_crlf_a_byte_order_mark_and_gzip_give_the_rows_of_plain_lines() {
+fn a_list_crlf_a_byte_order_mark_and_gzip_give_the_same_rows_as_plain_lines() {
     let fixture = Fixture::new();
     let (one, two) = (r#"{"prompt": "a ] \" }", "answer": 1}"#, r#"{"prompt": "b", "answer": 2}"#);
     let lines = format!("{one}\n{two}\n");
@@ -109,7 +109,7 @@ fn table(fixture: &Fixture, columns: Vec<(&str, ArrayRef)>) -> String {
 }
 
 #[test]
-fn a_small_table_whose_row_inflates_beyond_the_limit_is_refused_by_name() {
+fn a_row_that_decompresses_beyond_the_limit_is_rejected_and_its_file_is_named() {
     let fixture = Fixture::new();
     let text = |text: String| Arc::new(StringArray::from(vec![text])) as ArrayRef;
     let items: Vec<Option<Vec<Option<i8>>>> = vec![Some(vec![Some(1); 4 << 20])];
@@ -159,7 +159,7 @@ fn names_of_files_and_folders_give_splits_and_a_test_split_never_trains_silently
 }
 
 #[test]
-fn a_label_that_a_rule_needs_is_missed_when_the_data_are_opened() {
+fn a_missing_label_that_a_rule_needs_is_reported_when_the_data_are_opened() {
     let fixture = Fixture::new();
     let file = fixture.text("q.jsonl", "{\"prompt\": \"a\", \"answer\": 1}\n{\"prompt\": \"b\", \"answer\": null}\n");
     let error = fixture.prompts(&config(&file), 0).unwrap_err();

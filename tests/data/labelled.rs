@@ -39,7 +39,7 @@ fn labelled_texts_messages_and_ids_become_prompt_and_response() {
 }
 
 #[test]
-fn responses_without_a_key_of_their_label_are_refused() {
+fn responses_without_their_label_key_are_rejected() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("good.jsonl", &[json!({"prompt": "x", "response": "y", "label": true})]);
     let unnamed = DataConfig { label_key: String::new(), ..labelled(false) };
@@ -48,7 +48,7 @@ fn responses_without_a_key_of_their_label_are_refused() {
 }
 
 #[test]
-fn shards_of_other_rows_are_refused_where_labels_are_needed() {
+fn shards_of_other_rows_are_rejected_where_labels_are_needed() {
     let fixture = Fixture::new();
     let of = |part: RowKind| {
         shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();

@@ -34,7 +34,7 @@ fn texts_become_prompt_chosen_and_rejected_that_end_with_the_end_token() {
 }
 
 #[test]
-fn with_a_chat_template_texts_and_messages_say_the_same() {
+fn with_a_chat_template_texts_and_messages_give_the_same_tokens() {
     let fixture = Fixture::new();
     let user = says("user", "hi");
     let [ho, no] = ["ho", "no"].map(|text| json!([says("assistant", text)]));
@@ -56,7 +56,7 @@ fn with_a_chat_template_texts_and_messages_say_the_same() {
 }
 
 #[test]
-fn what_whole_conversations_and_texts_begin_with_alike_is_their_prompt() {
+fn the_common_prefix_of_whole_conversations_or_texts_is_their_prompt() {
     let fixture = Fixture::new();
     let before = [says("user", "1?"), says("assistant", "one"), says("user", "2?")];
     let whole = |last: &str| Value::from([&before[..], &[says("assistant", last)]].concat());
@@ -83,7 +83,7 @@ fn what_whole_conversations_and_texts_begin_with_alike_is_their_prompt() {
 }
 
 #[test]
-fn a_shard_without_pairs_is_refused_where_pairs_are_needed() {
+fn a_shard_without_pairs_is_rejected_where_pairs_are_needed() {
     let fixture = Fixture::new();
     for (part, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
         shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
@@ -111,7 +111,7 @@ const CUTS: [([usize; 2], [usize; 2]); 7] = [
 ];
 
 #[test]
-fn a_long_pair_loses_of_its_longer_side_only_what_is_too_much_or_is_filtered() {
+fn a_long_pair_is_truncated_on_its_longer_side_or_filtered() {
     let fixture = Fixture::new();
     let side = |first: u32, n: usize| (first..).take(n).collect::<Vec<u32>>();
     let row = |([chosen, rejected], _): &([usize; 2], [usize; 2])| json!({"prompt": [5, 6, 7], "chosen": side(10, *chosen), "rejected": side(40, *rejected), "margin": 0.5});
@@ -143,7 +143,7 @@ fn a_long_pair_loses_of_its_longer_side_only_what_is_too_much_or_is_filtered() {
 }
 
 #[test]
-fn a_pair_whose_responses_are_equal_once_they_are_cut_is_filtered() {
+fn a_pair_whose_truncated_responses_are_equal_is_filtered() {
     let fixture = Fixture::new();
     let row = |chosen: &[u32], rejected: &[u32]| json!({"prompt": [5, 6, 7], "chosen": chosen, "rejected": rejected});
     let rows = [row(&[1, 2, 3, 4], &[1, 2, 8, 9]), row(&[1, 2, 3], &[1, 2]), row(&[1, 2, 3, 4], &[1, 9])];

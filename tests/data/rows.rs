@@ -91,7 +91,7 @@ fn a_chat_as_prompt_ends_where_the_assistant_begins() {
 }
 
 #[test]
-fn a_message_that_says_so_is_not_learned() {
+fn a_message_marked_as_not_trained_is_masked() {
     let fixture = Fixture::new();
     let said = |left_out: [Value; 2]| {
         let [mut first, mut second] = ["2", "4"].map(|text| json!({"role": "assistant", "content": text}));
@@ -115,7 +115,7 @@ fn a_message_that_says_so_is_not_learned() {
 }
 
 #[test]
-fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
+fn a_template_gets_the_tools_of_a_row_and_the_arguments_of_the_job() {
     let fixture = Fixture::new();
     let template = "{{ messages[0].content }}|{{ tools | tojson }}|{{ enable_thinking }}";
     fs::write(fixture.path("tokenizer/chat_template.jinja"), template).unwrap();
@@ -140,7 +140,7 @@ fn a_template_is_told_the_tools_of_a_row_and_the_arguments_of_the_job() {
 }
 
 #[test]
-fn of_several_bad_rows_the_first_is_named() {
+fn the_first_of_several_bad_rows_is_named() {
     let fixture = Fixture::new();
     let mut lines: Vec<String> = questions(200).iter().map(Value::to_string).collect();
     lines[150] = "no".to_owned();
@@ -151,7 +151,7 @@ fn of_several_bad_rows_the_first_is_named() {
 }
 
 #[test]
-fn a_file_without_rows_and_a_missing_file_are_refused() {
+fn a_file_without_rows_and_a_missing_file_are_rejected() {
     let fixture = Fixture::new();
     for text in ["", "\n", "  \n\n"] {
         // Blank lines at the end are no rows, so these files have none.

@@ -68,7 +68,7 @@ fn the_shapes_of_public_data_sets_give_the_same_tokens() {
 }
 
 #[test]
-fn a_response_of_its_own_is_learned_and_earlier_answers_are_not() {
+fn a_separate_response_is_learned_and_earlier_answers_are_not() {
     let fixture = Fixture::new();
     let earlier = [says("user", "1?"), says("assistant", "one"), says("user", "2?")];
     for row in [
@@ -124,7 +124,7 @@ fn a_row_of_a_known_shape_names_the_keys_to_set() {
 }
 
 #[test]
-fn what_a_generation_prompt_opens_and_a_finished_answer_lacks_is_no_prompt() {
+fn generation_prompt_text_that_a_finished_answer_lacks_is_not_part_of_the_prompt() {
     let fixture = Fixture::new();
     let template = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>\
                     {{ m.content.split('</t>')[-1] }}<|end|>{% endif %}{% endfor %}\

@@ -84,7 +84,7 @@ fn the_index_has_megatrons_bytes() {
 type Damage<'a> = &'a dyn Fn(&Path);
 
 #[test]
-fn a_shard_that_is_cut_short_lacks_a_file_or_is_damaged_is_refused_with_what_is_wrong() {
+fn a_truncated_incomplete_or_damaged_shard_is_rejected_with_the_cause() {
     let cut = |suffix, bytes| {
         move |prefix: &Path| {
             let path = suffixed(prefix, suffix);
@@ -131,7 +131,7 @@ fn a_shard_that_is_cut_short_lacks_a_file_or_is_damaged_is_refused_with_what_is_
 }
 
 #[test]
-fn a_document_boundary_out_of_range_is_refused() {
+fn a_document_boundary_out_of_range_is_rejected() {
     let (_dir, prefix, documents) = written(1000);
     let path = suffixed(&prefix, ".idx");
     let mut bytes = fs::read(&path).unwrap();
@@ -146,7 +146,7 @@ fn a_document_boundary_out_of_range_is_refused() {
 }
 
 #[test]
-fn a_shard_of_a_larger_vocabulary_or_of_another_tokenizer_is_refused() {
+fn a_shard_of_a_larger_vocabulary_or_of_another_tokenizer_is_rejected() {
     let (_dir, prefix, documents) = written(1000);
     let token_max = documents.iter().flatten().flatten().max().unwrap();
     let error = Shard::open(&prefix, *token_max as usize).unwrap_err();
@@ -158,7 +158,7 @@ fn a_shard_of_a_larger_vocabulary_or_of_another_tokenizer_is_refused() {
 }
 
 #[test]
-fn a_shard_from_elsewhere_is_scanned_once_and_gets_a_sidecar() {
+fn a_shard_of_another_program_is_scanned_once_and_gets_a_sidecar() {
     let (_dir, prefix, documents) = written(1000);
     let written: serde_json::Value =
         serde_json::from_str(&fs::read_to_string(suffixed(&prefix, ".json")).unwrap()).unwrap();
@@ -207,7 +207,7 @@ fn empty_documents_and_tokens_outside_the_vocabulary_are_not_written() {
 }
 
 #[test]
-fn a_hash_is_taken_again_where_a_file_changed_though_it_has_its_size_and_mtime() {
+fn a_file_is_hashed_again_if_it_changed_with_equal_size_and_mtime() {
     let dir = tempfile::tempdir().unwrap();
     let (path, cache) = (dir.path().join("a"), dir.path().join("inputs.json"));
     let hash = |hashes: &mut Hashes| {

@@ -24,7 +24,7 @@ fn texts(prompts: &[Prompt]) -> BTreeSet<String> {
 }
 
 #[test]
-fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
+fn an_epoch_yields_every_row_once_and_the_next_epoch_has_another_order() {
     let fixture = Fixture::new();
     let mut source = fixture.prompts(&config(&fixture.jsonl("q.jsonl", &questions(103))), 5).unwrap();
     let mut handed = Vec::new();
@@ -54,7 +54,7 @@ fn an_epoch_hands_out_every_row_once_and_the_next_one_in_another_order() {
 }
 
 #[test]
-fn rows_of_pretraining_follow_from_the_step_and_hold_every_token_of_their_texts() {
+fn pretraining_rows_depend_only_on_the_step_and_contain_every_token_of_their_texts() {
     let fixture = Fixture::new();
     let text = |i: usize| (0..=7 * i).map(|j| (100 * i + j).to_string()).collect::<Vec<_>>().join(" ");
     let texts: Vec<_> = (0..7).map(|i| json!({"text": text(i)})).collect();
@@ -110,7 +110,7 @@ fn a_resumed_source_equals_an_uninterrupted_one() {
 }
 
 #[test]
-fn a_cursor_of_other_rows_is_refused() {
+fn a_cursor_for_different_rows_is_rejected() {
     let fixture = Fixture::new();
     let mut source = fixture.prompts(&config(&fixture.jsonl("q.jsonl", &questions(20))), 0).unwrap();
     source.next(5).unwrap();
@@ -199,7 +199,7 @@ fn rows_of_named_sets_evaluate_by_their_names_and_their_prompts_never_train() {
 }
 
 #[test]
-fn an_empty_prompt_split_means_every_row_that_does_not_evaluate_and_files_can_be_splits() {
+fn an_empty_prompt_split_means_every_row_outside_evaluation_and_files_can_be_splits() {
     let fixture = Fixture::new();
     let all = DataConfig { prompt_split: String::new(), ..ratio(&fixture.jsonl("q.jsonl", &questions(100))) };
     let source = fixture.prompts(&all, 0).unwrap();
@@ -212,7 +212,7 @@ fn an_empty_prompt_split_means_every_row_that_does_not_evaluate_and_files_can_be
 }
 
 #[test]
-fn a_split_that_does_not_exist_is_refused_with_those_that_do() {
+fn a_missing_split_is_rejected_with_the_existing_splits() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(50));
     let wrong = DataConfig { eval_split: "validation".to_owned(), ..ratio(&file) };
@@ -347,7 +347,7 @@ fn the_ledger_adds_up_to_the_rows_at_every_moment() {
 }
 
 #[test]
-fn weighted_sources_are_drawn_in_their_shares() {
+fn weighted_sources_are_sampled_by_their_weights() {
     let fixture = Fixture::new();
     let (a, b) = (fixture.jsonl("a.jsonl", &questions(50)), fixture.jsonl("b.jsonl", &questions(400)[50..]));
     let config = DataConfig { prompts: vec![a.clone(), b], weights: vec![3.0, 1.0], ..config(&a) };
@@ -395,7 +395,7 @@ fn a_jsonl_file_is_sharded_once_and_again_when_it_changes() {
 }
 
 #[test]
-fn sources_that_cannot_be_are_refused_before_work_starts() {
+fn invalid_sources_are_rejected_before_work_starts() {
     let fixture = Fixture::new();
     let file = fixture.jsonl("q.jsonl", &questions(20));
     let message = |config: &DataConfig| fixture.prompts(config, 0).unwrap_err();

@@ -39,7 +39,7 @@ fn read(path: &Path) -> Result<Vec<Map<String, Value>>, Error> {
 }
 
 #[test]
-fn a_row_of_parquet_or_arrow_is_the_row_that_jsonl_has() {
+fn a_row_of_parquet_or_arrow_equals_the_row_of_jsonl() {
     let rows = read(&golden("rows.jsonl")).unwrap();
     assert!(rows.len() == 10 && rows[1]["messages"][1]["tool_calls"].is_array() && !rows[1].contains_key("note"));
     for file in ["rows.parquet", "saved", "splits"] {
@@ -87,7 +87,7 @@ fn splits_of_a_folder_train_and_evaluate_and_a_row_of_parquet_is_named() {
 }
 
 #[test]
-fn a_file_that_is_cut_short_or_damaged_is_named_and_ends_nothing_else() {
+fn a_truncated_or_damaged_file_is_named_and_stops_nothing_else() {
     let fixture = Fixture::new();
     let stream = "saved/data-00000-of-00002.arrow";
     for (from, to) in [("rows.parquet", "cut.parquet"), (stream, "cut.arrow")] {
@@ -112,7 +112,7 @@ fn a_file_that_is_cut_short_or_damaged_is_named_and_ends_nothing_else() {
 }
 
 #[test]
-fn what_holds_no_rows_of_text_is_refused_by_name() {
+fn inputs_without_rows_of_text_are_rejected_and_the_error_names_them() {
     let fixture = Fixture::new();
     let copy = |from: &str, to: &str| fs::copy(golden(from), fixture.path(to)).map(|_| ()).unwrap();
     fs::create_dir(fixture.path("empty")).unwrap();

@@ -124,7 +124,7 @@ fn every_special_token_with_a_name_is_a_variable_of_the_template() {
 }
 
 #[test]
-fn reasoning_has_each_of_its_names_in_a_template() {
+fn reasoning_is_available_under_each_of_its_names_in_a_template() {
     let template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}";
     let dir = directory(&[("chat_template.jinja", template)]);
     let messages = json!([{"reasoning": "a"}, {"thinking": "b"}, {"reasoning_content": "c", "thinking": "d"}, {}]);

@@ -30,7 +30,7 @@ fn training_a_tokenizer_twice_gives_the_same_bytes() {
 }
 
 #[test]
-fn text_survives_encoding_and_decoding_and_digits_stand_alone_and_no_text_has_two_bos() {
+fn decoding_inverts_encoding_digits_are_single_tokens_and_no_text_has_two_bos() {
     let fixture = Fixture::new();
     for text in ["what is 12+34?", "", " héllo — 日本語 🙂\n\t", "1234567890"] {
         let tokens = fixture.tokenizer.encode(text, true).unwrap();
@@ -104,7 +104,7 @@ fn tokens_and_settings_outside_tokenizer_json_give_the_ids_of_transformers() {
 }
 
 #[test]
-fn a_vocabulary_without_room_for_the_bytes_and_a_text_without_words_are_refused() {
+fn a_vocabulary_without_room_for_the_bytes_and_a_text_without_words_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let error = train_bpe(&["x".to_owned()], 100, dir.path(), &[]).unwrap_err();
     assert_eq!(error.kind, Kind::Usage);
