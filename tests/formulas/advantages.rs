@@ -41,7 +41,7 @@ fn near(got: f32, want: f64) {
 }
 
 #[test]
-fn tokens_of_the_environment_are_skipped_over() {
+fn environment_tokens_are_skipped() {
     let (rewards, values) = ([0.5, 9.0, 9.0, -0.25, 1.0], [0.1, 7.0, 7.0, 0.2, 0.3]);
     let (advantages, returns) = gae(0.9, 0.8, &rewards, &values, 0.0, &[1, 0, 0, 1, 1]);
     let (short, short_returns) = gae(0.9, 0.8, &[0.5, -0.25, 1.0], &[0.1, 0.2, 0.3], 0.0, &[1, 1, 1]);
@@ -68,7 +68,7 @@ fn only_responses_cut_by_length_are_bootstrapped() {
 }
 
 #[test]
-fn equal_scores_teach_nothing_and_whiten_to_zero_not_to_infinity() {
+fn equal_scores_give_zero_advantages_and_whiten_to_zero_not_to_infinity() {
     use Estimator::{DrGrpo, Grpo, ReinforcePp, ReinforcePpBaseline, Rloo};
     for advantage in [Rloo, Grpo, DrGrpo, ReinforcePp, ReinforcePpBaseline] {
         let config = PpoConfig { advantage, kl_in: KlIn::None, ..PpoConfig::default() };
@@ -82,7 +82,7 @@ fn equal_scores_teach_nothing_and_whiten_to_zero_not_to_infinity() {
 }
 
 #[test]
-fn kl_in_the_loss_or_nowhere_leaves_rewards_alone() {
+fn kl_in_the_loss_or_nowhere_does_not_change_rewards() {
     for kl_in in [KlIn::Loss, KlIn::None] {
         let config = PpoConfig { kl_in, kl_estimator: KlEstimator::K3, ..PpoConfig::default() };
         let mut samples = batch(2, 1);
@@ -144,7 +144,7 @@ fn gdpo_scales_each_reward_by_itself_before_it_adds_them_up() {
 }
 
 #[test]
-fn remax_takes_off_the_greedy_score_that_is_shaped_as_the_samples_are() {
+fn remax_subtracts_the_greedy_score_shaped_like_the_samples() {
     let config = PpoConfig {
         advantage: Estimator::Remax,
         kl_in: KlIn::None,
@@ -185,7 +185,7 @@ fn shaped_scores_are_clipped() {
 }
 
 #[test]
-fn running_moments_equal_those_of_all_scores_so_far() {
+fn running_moments_equal_the_moments_of_all_scores_so_far() {
     let scores: Vec<f64> = (0..40).map(|i| f64::from(i * i % 17) * 0.3 - 2.0).collect();
     let mut running = RunningMoments::default();
     for cut in [&scores[..3], &scores[3..4], &scores[4..40]] {
@@ -199,7 +199,7 @@ fn running_moments_equal_those_of_all_scores_so_far() {
 }
 
 #[test]
-fn state_survives_serde_and_steps_go_on_bitwise() {
+fn state_survives_serde_and_later_steps_are_bitwise_equal() {
     let config = PpoConfig { reward_normalize: true, kl_target: 0.05, kl_horizon: 40.0, ..PpoConfig::default() };
     let mut state = AdvantageState::new(&config);
     let first = state.kl.beta;

@@ -358,7 +358,7 @@ fn every_estimator_agrees_on_a_ragged_batch() {
 
 /// Their logits are those of a head that is the unit matrix.
 #[test]
-fn loss_and_gradient_of_distillation_agree() {
+fn distillation_loss_and_gradient_agree() {
     for case in cases("kd_loss") {
         let [student, teacher] = ["s", "t"].map(|name| read::<Vec<Vec<Vec<f32>>>>(&case.inputs[name]).concat());
         let labels = read::<Vec<Vec<i64>>>(&case.args["label"]).concat();

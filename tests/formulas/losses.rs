@@ -139,7 +139,7 @@ fn cispo_derivative_holds_its_weight_constant() {
 }
 
 #[test]
-fn masked_tokens_may_hold_anything() {
+fn values_at_masked_tokens_have_no_effect() {
     let config = PpoConfig { entropy_coef: 0.1, ..PpoConfig::default() };
     let mut sequence = Sequence::new(Aggregation::Token);
     let want = sequence.loss(&config);
