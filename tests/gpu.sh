@@ -231,9 +231,9 @@ sanitizers() {
         block "$(grep -E '^=========|^test .*FAILED|panicked at' "$log" | cut -c1-300 | head -40)"
         result "$name" "$(grep -c '^test .* ok$' "$log") tests passed"
     done <<'END'
-racecheck attention::rows_that_saw_nothing matmul::a_sum_onto_another
-memcheck copy:: --skip _copy:: ops:: --skip _ops:: attention::rows_that_saw_nothing
-synccheck attention::rows_that_saw_nothing matmul::a_sum_onto_another
+racecheck attention::rows_without_visible_keys matmul::a_gemm_added_to_another
+memcheck copy:: --skip _copy:: ops:: --skip _ops:: attention::rows_without_visible_keys
+synccheck attention::rows_without_visible_keys matmul::a_gemm_added_to_another
 END
 }
 

@@ -30,7 +30,7 @@ fn holds(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
 }
 
 #[test]
-fn attention_and_its_gradients_are_those_of_the_cpu_for_every_tail_head_dim_group_and_window() {
+fn attention_and_its_gradients_equal_the_cpus_for_every_tail_head_dim_group_and_window() {
     let (_gpu, _one) = device();
     holds(TAILS, shape(1, 1, 64, None));
     // Groups of 1 to 7 heads.
@@ -46,7 +46,7 @@ fn attention_and_its_gradients_are_those_of_the_cpu_for_every_tail_head_dim_grou
 }
 
 #[test]
-fn the_order_of_threads_and_blocks_does_not_show_in_a_bit() {
+fn the_order_of_threads_and_blocks_changes_no_bit() {
     for (lengths, shape) in [
         (&[390, 3, 140][..], shape(2, 1, 64, None)),
         (&[390, 3, 140], shape(2, 2, 32, Some(150))),
@@ -61,7 +61,7 @@ fn the_order_of_threads_and_blocks_does_not_show_in_a_bit() {
 }
 
 #[test]
-fn gradients_of_rows_that_continue_are_those_of_the_cpu() {
+fn gradients_of_continued_rows_equal_the_cpus() {
     let (_gpu, _one) = device();
     for (past, tokens, keys, window) in
         [(139, 61, 200, None), (130, 70, 150, None), (300, 20, 290, Some(170)), (64, 9, 73, None)]
@@ -75,7 +75,7 @@ fn gradients_of_rows_that_continue_are_those_of_the_cpu() {
 }
 
 #[test]
-fn rows_that_saw_nothing_leave_gradients_finite() {
+fn rows_without_visible_keys_leave_gradients_finite() {
     let (_gpu, _one) = device();
     let case = Case::new(150, shape(1, 1, 64, None));
     let zeros = vec![0.0; case.q.len()];
@@ -85,7 +85,7 @@ fn rows_that_saw_nothing_leave_gradients_finite() {
 }
 
 #[test]
-fn a_sequence_does_not_see_what_it_is_packed_with() {
+fn a_sequence_does_not_attend_to_others_in_its_pack() {
     let (_gpu, _one) = device();
     let (ends, case) = (ends(&[33, 140, 129]), Case::new(302, shape(2, 1, 80, None)));
     let ([of_q, of_k, _], d_o) = (case.widths(), rounded(&numbers(4, case.q.len())));
@@ -104,7 +104,7 @@ fn a_sequence_does_not_see_what_it_is_packed_with() {
 }
 
 #[test]
-fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
+fn a_chunked_sequence_equals_the_whole_bitwise_and_other_rows_are_unchanged() {
     let (_gpu, _one) = device();
     for (head_dim, window) in [(32, Some(90)), (64, None), (64, Some(50)), (256, Some(70))] {
         let case = Case::new(200, shape(1, 1, head_dim, window));
@@ -121,7 +121,7 @@ fn a_sequence_in_chunks_is_bitwise_the_whole_and_other_rows_stay() {
 }
 
 #[test]
-fn what_no_kernel_can_is_refused() {
+fn inputs_without_a_kernel_are_rejected() {
     let (_gpu, _one) = device();
     refused("head dim 72", || drop(SpanTable::packed(&[0, 8], &shape(1, 1, 72, None))));
     let span = Span { row: 0, tokens: 5, past: 16, key_row: 0, keys: 8 };

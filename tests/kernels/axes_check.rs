@@ -59,7 +59,7 @@ fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
 }
 
 #[test]
-fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_call_its_axis_and_the_first_value() {
+fn axes_that_deliver_values_pass_and_a_wrong_value_is_named_with_its_call_and_axis() {
     // A library that puts values in other places, or loses them.
     let fault = |name: &'static str| ("EMULATED_NCCL_FAULT", name);
     let cases = [
@@ -85,7 +85,7 @@ fn axes_that_carry_what_is_sent_pass_and_what_does_not_arrive_is_named_with_the_
 }
 
 #[test]
-fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arrive() {
+fn a_job_logs_the_checks_of_its_axes_and_ends_if_values_do_not_arrive() {
     let Some(dir) = emulated(CONFIG) else { return };
     let job = |ranks, sets: &str, fault: &str| {
         let line = format!("run sft.toml job.steps=1 job.check=true mesh.tensor=2 {sets}");
@@ -102,7 +102,7 @@ fn a_job_says_what_it_has_checked_over_its_axes_and_ends_where_values_do_not_arr
 }
 
 #[test]
-fn a_rank_that_never_comes_to_a_call_is_told_with_the_call_and_the_axis() {
+fn a_rank_missing_from_a_call_is_reported_with_the_call_and_the_axis() {
     let Some((well, said)) =
         play(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
     else {

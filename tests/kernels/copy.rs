@@ -13,7 +13,7 @@ fn held(dtype: DType, values: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn runs_of_any_length_and_beginning_are_cast_and_added_whole() {
+fn ranges_of_any_length_and_offset_are_cast_and_added_completely() {
     in_every_order(|| {
         for len in LENS {
             for skip in [0, 3, 8] {
@@ -56,7 +56,7 @@ fn check_columns(dtypes: [DType; 2], rows: usize, width: usize, strides: [usize;
 }
 
 #[test]
-fn columns_are_copied_between_rows_of_other_widths() {
+fn columns_are_copied_between_rows_of_different_widths() {
     in_every_order(|| {
         for dtypes in [[F32, F32], [F32, Bf16], [Bf16, F32], [Bf16, Bf16]] {
             for rows in [0, 1, 3, 40] {
@@ -72,7 +72,7 @@ fn columns_are_copied_between_rows_of_other_widths() {
 }
 
 #[test]
-fn rows_are_gathered_and_what_comes_to_one_row_is_summed_and_rounded_once() {
+fn rows_are_gathered_and_contributions_to_one_row_are_summed_and_rounded_once() {
     in_every_order(|| {
         for width in [8, 24, 96, 4096] {
             for rows in [vec![], vec![2], vec![6, 0, 6, 6, 3, 1, 6, 6, 6]] {

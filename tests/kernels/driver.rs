@@ -36,14 +36,14 @@ fn test(name: &str) -> Command {
 }
 
 #[test]
-fn values_that_come_and_go_are_right_on_a_gpu_that_copies_as_late_or_as_early_as_it_may() {
+fn offloaded_values_are_correct_on_a_gpu_that_copies_as_late_or_as_early_as_possible() {
     if skip_on_a_real_gpu() {
         return;
     }
     let [back, updates, go_on] = [
-        "offload::values_come_back_as_they_left_and_their_memory_serves_others_meanwhile",
-        "offload::updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu",
-        "offload::kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind",
+        "offload::offloaded_values_return_unchanged_and_their_memory_is_reused_meanwhile",
+        "offload::updates_of_offloaded_state_equal_those_of_state_on_the_gpu",
+        "offload::kernels_overlap_with_offloading_and_the_next_owner_of_the_memory_waits",
     ];
     for (name, early) in [(back, "0"), (updates, "0"), (go_on, "0"), (go_on, "1")] {
         let (held, text) = said(test(name).env("EMULATED_EARLY", early));
@@ -56,7 +56,7 @@ fn line<'a>(text: &'a str, name: &str) -> &'a str {
 }
 
 #[test]
-fn info_shows_the_gpus_and_takes_the_cubins_that_the_binary_carries() {
+fn info_shows_the_gpus_and_loads_the_embedded_cubins() {
     if skip_without_cubins() {
         return;
     }
@@ -105,7 +105,7 @@ fn info_shows_the_registers_and_the_local_memory_that_the_driver_gives_each_kern
 }
 
 #[test]
-fn collectives_have_streams_of_the_greatest_priority() {
+fn collectives_run_on_streams_of_the_highest_priority() {
     let (gpu, _one) = device();
     if skip_on_a_real_gpu() {
         return;
@@ -122,7 +122,7 @@ fn collectives_have_streams_of_the_greatest_priority() {
 }
 
 #[test]
-fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
+fn the_cause_of_an_unusable_gpu_is_reported_with_a_remedy() {
     if skip_without_cubins() {
         return;
     }
@@ -145,7 +145,7 @@ fn what_keeps_a_gpu_away_is_named_with_what_to_do() {
 
 /// Drivers like real ones: without a loaded kernel module (535), too old (450), or not for this machine.
 #[test]
-fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cpu() {
+fn an_unusable_driver_means_that_the_cpu_is_used() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     let cuda = |library: &Path, status: &str| {
@@ -173,7 +173,7 @@ fn a_driver_without_a_gpu_without_a_function_or_of_another_machine_leaves_the_cp
 }
 
 #[test]
-fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
+fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_used() {
     let cache = tempfile::tempdir().expect("a directory");
     let lt = |cuda| {
         let mut info = command(cuda, cache.path(), &["info"]);
@@ -188,7 +188,7 @@ fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_taken() {
 }
 
 #[test]
-fn a_driver_that_refuses_the_cubins_gets_those_of_nvrtc_and_the_next_start_finds_them() {
+fn a_driver_that_rejects_the_cubins_gets_those_of_nvrtc_which_are_cached() {
     // Cubins of CUDA 13 are of ABI 8, and no driver of CUDA 12 takes them.
     if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
         return skip("no cubins of CUDA 13");

@@ -19,7 +19,7 @@ fn root() -> &'static Path {
 }
 
 #[test]
-fn every_source_is_carried_as_it_stands() {
+fn every_source_is_embedded_unchanged() {
     let entries = fs::read_dir(root().join("cuda")).expect("cuda/");
     let there: BTreeSet<String> =
         entries.map(|e| e.expect("an entry").file_name().into_string().expect("text")).collect();
@@ -61,7 +61,7 @@ fn assert_is_cubin(cubin: &[u8], source: &str, wanted: &str) {
 }
 
 #[test]
-fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
+fn cubins_exist_for_every_source_and_both_architectures_or_not_at_all() {
     if CUBINS.is_empty() {
         assert!(!required() && embedded::describe().contains("no cubins"), "{}", embedded::describe());
         return skip(COMPILER);
@@ -76,7 +76,7 @@ fn cubins_are_of_every_source_for_both_architectures_or_there_are_none() {
 }
 
 #[test]
-fn no_kernel_has_local_memory() {
+fn no_kernel_uses_local_memory() {
     let Ok(table) = embedded::resources() else {
         assert!(!required(), "nvcc reports the resources of kernels");
         return skip("only nvcc reports the resources of kernels");
@@ -88,7 +88,7 @@ fn no_kernel_has_local_memory() {
 }
 
 #[test]
-fn ptx_is_of_every_source_with_all_its_kernels_where_there_are_cubins() {
+fn ptx_exists_for_every_source_with_all_its_kernels_if_there_are_cubins() {
     let units: Vec<&str> = embedded::units().filter(|_| !CUBINS.is_empty()).map(|unit| unit.name).collect();
     assert_eq!(PTX.iter().map(|ptx| ptx.source).collect::<Vec<_>>(), units);
     for ptx in PTX {
@@ -145,7 +145,7 @@ fn all_but_one(dir: &Path, to: &Path) {
 
 /// For one architecture: nvcc compiles them for both, where the build has it.
 #[test]
-fn of_starts_at_the_same_time_one_compiles_and_later_ones_read_but_what_is_damaged() {
+fn one_of_several_concurrent_starts_compiles_and_later_ones_reuse_intact_files() {
     let Some(nvrtc) = nvrtc() else { return };
     let root = tempfile::tempdir().expect("a directory");
     let dir = root.path();
@@ -169,7 +169,7 @@ fn of_starts_at_the_same_time_one_compiles_and_later_ones_read_but_what_is_damag
 }
 
 #[test]
-fn a_source_that_does_not_compile_is_refused_with_the_compilers_words() {
+fn a_source_that_does_not_compile_fails_with_the_compilers_message() {
     let Some(nvrtc) = nvrtc() else { return };
     let why = nvrtc.compile(
         ("broken.cu", "#include \"common.cuh\"\nKERNEL broken() { no_such_name = 1; }\n"),

@@ -85,7 +85,7 @@ const CASES: [(&str, &str, i32, &str); 6] = [
 ];
 
 #[test]
-fn a_call_that_fails_ends_all_ranks_with_what_failed_where_and_what_to_do() {
+fn a_failed_call_ends_all_ranks_and_the_error_names_the_call_the_gpu_and_the_remedy() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (sets, fails, code, words)) in CASES.into_iter().enumerate() {
@@ -99,7 +99,7 @@ fn a_call_that_fails_ends_all_ranks_with_what_failed_where_and_what_to_do() {
 }
 
 #[test]
-fn a_job_resumes_what_was_committed_before_the_gpu_failed() {
+fn a_job_resumes_from_the_checkpoint_committed_before_the_gpu_failed() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // After the checkpoint of the first step.

@@ -61,7 +61,7 @@ fn grown<const N: usize>(names: [&CStr; N], work: impl FnOnce()) -> Option<[u64;
 }
 
 #[test]
-fn products_and_gradients_equal_f64_with_and_without_bias_and_sum() {
+fn gemms_and_gradients_equal_f64_with_and_without_bias_and_accumulation() {
     let Some(_on) = Fast::on() else { return };
     for (m, (n, k)) in ROWS.into_iter().zip([(1, 8), (33, 24), (64, 136), (77, 40), (40, 264), (131, 64)]) {
         // A bias is of the result's own dtype; strides that only a narrow store can follow, too.
@@ -79,7 +79,7 @@ fn products_and_gradients_equal_f64_with_and_without_bias_and_sum() {
 }
 
 #[test]
-fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
+fn a_gemm_added_to_another_matrix_equals_a_copy_and_a_gemm_added_in_place() {
     let Some(_on) = Fast::on() else { return };
     let (m, n, k) = (90, 44, 136);
     let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
@@ -98,7 +98,7 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
 }
 
 #[test]
-fn a_layer_that_is_computed_again_has_the_same_gradients_and_copies_no_residual_stream() {
+fn a_recomputed_layer_has_the_same_gradients_and_copies_no_residual_stream() {
     let Some(on) = Fast::on() else { return };
     for arch in [model::llama(), model::qwen3()] {
         let before = on.gpu.counts.within.get();
@@ -113,7 +113,7 @@ fn a_layer_that_is_computed_again_has_the_same_gradients_and_copies_no_residual_
 }
 
 #[test]
-fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
+fn gemms_of_few_rows_stay_exact_and_all_do_if_the_mode_is_off() {
     let Some(on) = Fast::on() else { return };
     let (n, k) = (40, 264);
     let (x, w, bias) = (Bf16Matrix::new(1, 65, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
@@ -140,14 +140,14 @@ fn products_of_few_rows_stay_exact_and_so_do_all_where_the_mode_is_off() {
 }
 
 #[test]
-fn hidden_states_and_gradients_of_models_follow_the_cpu_with_tied_heads_too() {
+fn hidden_states_and_gradients_of_models_are_close_to_the_cpus_also_with_tied_heads() {
     let Some(_on) = Fast::on() else { return };
     let asked = grown([c"forward", c"input", c"weight"], || model::follow_the_cpu(&[0, 30, 30, 71, 110]));
     assert!(asked.unwrap_or([1; 3]).iter().all(|products| *products > 0), "not by cuBLASLt: {asked:?}");
 }
 
 #[test]
-fn nothing_is_made_for_a_call_once_the_shapes_were_seen() {
+fn a_call_with_known_shapes_creates_nothing() {
     let Some(_on) = Fast::on() else { return };
     let (n, k) = (24, 32);
     let (x, dy, w) = (Bf16Matrix::new(1, 130, k, k), Bf16Matrix::new(2, 130, n, n), Bf16Matrix::new(3, n, k, k));
@@ -187,7 +187,7 @@ fn forward_or_input(y: &mut Memory, (x, dy): (Matrix, Matrix), w: Matrix, m: usi
 }
 
 #[test]
-fn a_product_waits_its_turn_and_is_done_again_at_each_replay_of_a_graph() {
+fn a_gemm_runs_in_stream_order_and_again_at_each_replay_of_a_graph() {
     let Some(_on) = Fast::on() else { return };
     let (m, n, k) = (70, 24, 40);
     let (mut x, w) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k));

@@ -16,7 +16,7 @@ pub fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
+fn invalid_launches_are_rejected_and_leave_the_gpu_unchanged() {
     let (gpu, _one) = device();
     let mut x = Memory::from_values(&[1.0f32; 512]);
     let args = [x.arg_mut(), x.arg_mut(), 512usize.into()];
@@ -32,7 +32,7 @@ fn launches_that_no_gpu_takes_are_refused_and_leave_it_as_it_was() {
 }
 
 #[test]
-fn graphs_that_take_turns_are_captured_once_and_write_in_the_same_memory_which_is_nobody_elses() {
+fn alternating_graphs_are_captured_once_and_keep_memory_of_their_own() {
     let (gpu, _one) = device();
     let x = Memory::from_values(&numbers(7, LEN));
     let mut y = Memory::from_values(&numbers(8, LEN));
@@ -73,7 +73,7 @@ fn graphs_that_take_turns_are_captured_once_and_write_in_the_same_memory_which_i
 }
 
 #[test]
-fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
+fn work_that_a_replay_would_not_repeat_is_rejected_in_a_capture() {
     let (gpu, _one) = device();
     let mut x = Memory::from_values(&[1u32; 8]);
     let work = || {
@@ -86,7 +86,7 @@ fn what_a_replay_would_not_do_again_is_refused_in_a_capture() {
 }
 
 #[test]
-fn more_memory_than_the_limit_or_the_gpu_has_and_a_kernel_that_does_not_exist_are_errors_that_name_them() {
+fn errors_name_a_missing_kernel_and_memory_beyond_the_limit_or_the_gpu() {
     let (gpu, _one) = device();
     // Before it gives up it takes back what waits for copies, those of earlier tests among it.
     let too_much = || refused("not allocate 1073741824.00 MiB", || drop(Memory::scratch(1 << 50)));
@@ -106,7 +106,7 @@ fn more_memory_than_the_limit_or_the_gpu_has_and_a_kernel_that_does_not_exist_ar
 
 /// More than the pinned memory through which copies go, so that it is used again while earlier parts may be under way.
 #[test]
-fn large_copies_arrive_whole_and_their_source_may_change_at_once() {
+fn large_copies_arrive_complete_and_their_source_may_change_at_once() {
     let (gpu, _one) = device();
     let mut values: Vec<u32> = (0..5_500_000u32).map(|i| i.wrapping_mul(2_654_435_761)).collect();
     let want = values.clone();

@@ -93,7 +93,7 @@ fn same_bits(world: &World) {
 }
 
 #[test]
-fn tensor_ranks_decode_by_graphs_with_the_bits_of_ordinary_steps() {
+fn tensor_ranks_decode_with_graphs_bitwise_like_ordinary_steps() {
     // Nothing is connected or taken for the first time in a capture.
     plays(4, "graphs: same bits", &[LATE, ("EMULATED_STRICT", "1")]);
 }
@@ -125,7 +125,7 @@ fn ends_together(world: &World) {
 }
 
 #[test]
-fn one_ranks_stop_and_one_ranks_error_end_graphs_on_all_ranks_at_the_same_step() {
+fn a_stop_or_an_error_of_one_rank_ends_graphs_on_all_ranks_at_the_same_step() {
     plays(2, "graphs: end together", &[LATE]);
 }
 
@@ -145,7 +145,7 @@ fn moved(world: &World) {
 }
 
 #[test]
-fn weights_that_moved_on_one_rank_are_captured_anew_on_all() {
+fn weights_that_moved_on_one_rank_are_captured_again_on_all_ranks() {
     plays(2, "graphs: weights moved on one rank", &[LATE]);
 }
 
@@ -159,7 +159,7 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 }
 
 #[test]
-fn a_rank_that_does_not_launch_a_graph_is_told() {
+fn a_rank_that_does_not_launch_a_graph_is_reported() {
     let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
     assert!(!well && said.contains("waiting in a graph of collectives over tensor"), "{said}");
 }

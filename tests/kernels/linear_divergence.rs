@@ -45,7 +45,7 @@ fn pair(rows: usize, v: usize) -> [Case; 2] {
 }
 
 #[test]
-fn sums_and_slopes_are_those_of_the_cpu() {
+fn sums_and_derivatives_equal_the_cpus() {
     let (_gpu, _one) = device();
     for (rows, v, temperature) in [(3, 1, 1.0), (4, 7, 0.5), (5, 264, 1.0), (3, 1000, 2.0), (2, 9001, 0.8)] {
         let [student, teacher] = pair(rows, v);
@@ -81,7 +81,7 @@ fn sums_and_slopes_are_those_of_the_cpu() {
 }
 
 #[test]
-fn sums_and_slopes_depend_on_their_row_alone() {
+fn sums_and_derivatives_depend_only_on_their_row() {
     let ([student, teacher], first) = (pair(4, 2501), std::cell::OnceCell::new());
     in_every_order(|| {
         let found = ALL.map(|of| compared(&student, &teacher, of, 0.9, 0.5));

@@ -106,7 +106,7 @@ fn check(case: &Case, dtype: DType, temperature: f32) {
 const VOCABULARIES: [usize; 9] = [1, 7, 31, 32, 33, 264, 1000, 2049, 4500];
 
 #[test]
-fn the_likeliest_targets_are_those_that_no_column_is_above() {
+fn a_target_is_the_likeliest_if_no_column_exceeds_it() {
     let (_gpu, _one) = device();
     for (rows, v) in [(1, 1), (9, 7), (130, 300), (3, 2100)] {
         let mut case = Case::new(rows, v);
@@ -127,7 +127,7 @@ fn the_likeliest_targets_are_those_that_no_column_is_above() {
 }
 
 #[test]
-fn statistics_are_those_of_the_cpu() {
+fn statistics_equal_the_cpus() {
     let (_gpu, _one) = device();
     for v in VOCABULARIES {
         for temperature in [0.3, 1.0, 2.0] {
@@ -162,7 +162,7 @@ fn statistics_do_not_depend_on_the_order_of_threads_or_on_other_rows() {
 }
 
 #[test]
-fn logits_that_are_not_finite_show() {
+fn non_finite_logits_give_non_finite_statistics() {
     let (_gpu, _one) = device();
     let mut case = Case::new(4, 300);
     let stride = case.stride;
@@ -203,7 +203,7 @@ pub fn of_parts(logits: Matrix, ends: &[usize], inverse_temperature: f32, places
 }
 
 #[test]
-fn parts_of_a_vocabulary_come_together_as_on_the_cpu() {
+fn vocabulary_shards_are_combined_as_on_the_cpu() {
     in_every_order(|| {
         let (case, temperature) = (Case::new(6, 2500), 0.7);
         let whole = crate::on_gpu(DType::F32, &case.values);
@@ -264,7 +264,7 @@ fn check_gradient(case: &Case, dtype: DType, temperature: f32, dstride: usize) {
 }
 
 #[test]
-fn gradients_are_those_of_the_cpu() {
+fn gradients_equal_the_cpus() {
     let (_gpu, _one) = device();
     for v in VOCABULARIES {
         for temperature in [0.3, 1.0, 2.0] {

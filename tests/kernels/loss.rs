@@ -82,7 +82,7 @@ fn microbatches(config: &Config, samples: &[&Experience]) -> Vec<Vec<usize>> {
 }
 
 #[test]
-fn an_update_waits_for_the_numbers_of_its_losses_and_for_the_norm_of_each_gradient() {
+fn an_update_waits_for_its_loss_values_and_for_the_norm_of_each_gradient() {
     let (gpu, _one) = device();
     let axes = Axes::one();
     let samples = samples();
@@ -109,7 +109,7 @@ fn an_update_waits_for_the_numbers_of_its_losses_and_for_the_norm_of_each_gradie
 }
 
 #[test]
-fn scoring_tells_the_numbers_of_a_microbatch_when_the_next_is_under_way() {
+fn scoring_returns_the_results_of_a_microbatch_while_the_next_one_runs() {
     let (gpu, _one) = device();
     let axes = Axes::one();
     let samples = samples();
@@ -129,7 +129,7 @@ fn scoring_tells_the_numbers_of_a_microbatch_when_the_next_is_under_way() {
 }
 
 #[test]
-fn the_host_computes_the_loss_of_a_chunk_and_waits_for_its_numbers_alone() {
+fn the_host_computes_the_loss_of_a_chunk_and_waits_only_for_its_values() {
     let (gpu, _one) = device();
     let (t, d, v) = (150, 24, 100);
     let mut h = Tensor::scratch_on(Device::Cuda, t, d);

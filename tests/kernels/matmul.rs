@@ -214,7 +214,7 @@ fn forward_equals_the_f64_product_in_every_family_dtype_and_order_of_threads() {
 }
 
 #[test]
-fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
+fn a_row_has_the_same_bits_in_every_kernel_family_at_every_position_among_any_rows() {
     let (_gpu, _one) = device();
     let (n, k) = (40, 136);
     let rows = *ROWS.last().expect("rows");
@@ -234,7 +234,7 @@ fn a_row_has_the_same_bits_in_every_family_at_every_place_among_any_others() {
 }
 
 #[test]
-fn products_of_the_same_x_have_the_bits_of_each_alone() {
+fn gemms_of_the_same_x_have_the_bits_of_separate_gemms() {
     let (_gpu, _one) = device();
     let k = 40;
     for (i, (m, family)) in
@@ -275,7 +275,7 @@ fn activated(way: Way, x: Matrix, factors: [Factor; 2], n: usize) -> Vec<u32> {
 }
 
 #[test]
-fn glu_of_two_products_has_the_bits_of_three_kernels() {
+fn the_fused_glu_has_the_bits_of_three_kernels() {
     let tiles = [Tile::Rows16, Tile::Rows32, Tile::Rows64, Tile::Narrow32, Tile::Narrow64];
     let shapes = [(1, 96, 64), (9, 33, 136), (17, 40, 8), (33, 7, 264), (64, 72, 40), (70, 31, 128)];
     in_every_order(|| {
@@ -296,7 +296,7 @@ fn glu_of_two_products_has_the_bits_of_three_kernels() {
 }
 
 #[test]
-fn glu_of_products_of_many_rows_is_left_to_kernels_of_its_own() {
+fn the_glu_of_many_rows_uses_separate_kernels() {
     let (_gpu, _one) = device();
     let (x, w) = (Bf16Matrix::new(1, 9, 24, 24), Bf16Matrix::new(2, 40, 24, 24));
     let (factor, mut act) = (Factor { w: w.matrix(), bias: None }, Written::new(3, 9, 40, 40, DType::Bf16));
@@ -351,7 +351,7 @@ pub fn onto_is_a_copy_and_a_sum(
 }
 
 #[test]
-fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
+fn a_gemm_added_to_another_matrix_equals_a_copy_and_a_gemm_added_in_place() {
     let (_gpu, _one) = device();
     let (n, k) = (44, 40);
     for (i, (m, family)) in
@@ -370,7 +370,7 @@ fn a_sum_onto_another_matrix_is_a_copy_and_a_sum_in_place() {
 }
 
 #[test]
-fn matrices_of_other_strides_are_refused() {
+fn matrices_with_unsupported_strides_are_rejected() {
     let (_gpu, _one) = device();
     let (x, [gate, up]) = (Bf16Matrix::new(1, 3, 24, 24), [24, 32].map(|stride| Bf16Matrix::new(2, 40, 24, stride)));
     let (c, mut y) = (Bf16Matrix::new(3, 3, 40, 40), Written::new(4, 3, 40, 48, DType::Bf16));
@@ -384,7 +384,7 @@ fn matrices_of_other_strides_are_refused() {
 }
 
 #[test]
-fn gradients_are_added_and_equal_f64_with_the_same_bits_by_tiles_of_all_sizes_in_every_order_of_threads() {
+fn added_gradients_equal_f64_and_have_equal_bits_for_all_tile_sizes_and_thread_orders() {
     let first = std::cell::OnceCell::new();
     // n odd and even, every tail.
     let shapes = [(1, 1, 8), (3, 33, 24), (65, 40, 72), (17, 131, 136), (130, 24, 16), (72, 67, 128), (200, 135, 72)];

@@ -59,7 +59,7 @@ pub fn rows(spec: &ParamSpec, flat: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn hidden_states_log_probabilities_and_gradients_are_those_of_the_cpu_up_to_bf16() {
+fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
     let (_gpu, _one) = device();
     follow_the_cpu(&[0, 5, 5, 23, 40]);
 }

@@ -216,12 +216,12 @@ fn streams(world: &World) {
 }
 
 #[test]
-fn jobs_of_streams_launch_in_place_and_keep_their_memory_until_they_are_waited_for() {
+fn stream_jobs_are_launched_in_order_and_keep_their_memory_until_they_are_waited_for() {
     plays(2, "nccl: streams", &[]);
 }
 
 #[test]
-fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_gpu_that_is_late() {
+fn collectives_run_after_earlier_work_and_before_later_work_on_a_delayed_gpu() {
     for scene in ["streams", "same bits"] {
         plays(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_PASSIVE", "1")]);
     }
@@ -229,7 +229,7 @@ fn collectives_come_behind_what_was_started_before_and_before_what_follows_on_a_
 
 /// Real ones leave a thread in their code, which waits for ranks; 2.14.3 was unloaded beneath it.
 #[test]
-fn a_library_that_nobody_uses_any_more_stays_for_its_threads() {
+fn an_unused_library_stays_loaded_for_its_threads() {
     let dir = tempfile::tempdir().expect("a directory");
     let [source, library] = ["nccl.c", "libnccl.so.2"].map(|name| dir.path().join(name));
     let of_group = ["GetErrorString", "GetUniqueId", "GroupStart", "GroupEnd", "CommInitRank", "CommAbort"];

@@ -24,7 +24,7 @@ fn sums_of_squares_have_the_bits_of_the_cpu() {
 }
 
 #[test]
-fn sums_of_several_runs_are_those_of_each_and_are_waited_for_once() {
+fn sums_of_several_ranges_equal_separate_sums_and_are_waited_for_once() {
     let (gpu, _one) = crate::device();
     let x = numbers(3, 3000);
     let on_gpu = Memory::from_values(&x);

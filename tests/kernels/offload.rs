@@ -27,7 +27,7 @@ fn spoil() {
 }
 
 #[test]
-fn values_come_back_as_they_left_and_their_memory_serves_others_meanwhile() {
+fn offloaded_values_return_unchanged_and_their_memory_is_reused_meanwhile() {
     let (gpu, _one) = device();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
     let (once, x) = (sums(&a, &b), Memory::from_values(&a));
@@ -82,7 +82,7 @@ fn is_late() -> bool {
 }
 
 #[test]
-fn kernels_go_on_while_values_leave_and_who_gets_their_memory_comes_behind() {
+fn kernels_overlap_with_offloading_and_the_next_owner_of_the_memory_waits() {
     let (gpu, _one) = device();
     gpu.trim();
     let (a, b) = (numbers(1, LEN), numbers(2, LEN));
@@ -139,7 +139,7 @@ fn update_all(zero: &mut Zero, units: &[Range<usize>], w: &mut Memory, grads: &M
 }
 
 #[test]
-fn updates_of_state_that_waits_at_the_host_are_those_of_state_on_the_gpu() {
+fn updates_of_offloaded_state_equal_those_of_state_on_the_gpu() {
     let (gpu, _one) = device();
     let units = units();
     let config = OptimConfig { weight_decay: 0.1, ema_beta: 0.9, ..OptimConfig::with_lr(0.01) };

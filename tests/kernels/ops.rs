@@ -80,7 +80,7 @@ fn normed(x: &Tensor, w: &Tensor) -> [Tensor; 2] {
 }
 
 #[test]
-fn groups_of_every_width_are_normed_as_on_the_cpu_with_the_same_bits_in_every_order_and_alone() {
+fn groups_of_every_width_are_normalised_as_on_the_cpu_with_equal_bits_in_every_order() {
     let first = std::cell::OnceCell::new();
     in_every_order(|| {
         // As many groups as several blocks have where they are short.
@@ -109,7 +109,7 @@ fn table(e: usize) -> RopeTable {
 }
 
 #[test]
-fn every_head_is_turned_by_the_angle_of_its_position_whatever_the_other_rows_are() {
+fn rope_rotates_every_head_by_its_position_regardless_of_other_rows() {
     in_every_order(|| {
         for e in [16, 64, 80, 96, 128, 256] {
             for (t, heads, kv_heads) in [(0, 4, 1), (1, 1, 1), (3, 4, 4), (9, 5, 1), (30, 6, 2)] {
@@ -142,7 +142,7 @@ fn gates(len: usize) -> Vec<f32> {
 }
 
 #[test]
-fn gates_and_their_gradients_are_those_of_the_cpu() {
+fn the_glu_and_its_gradients_equal_the_cpus() {
     in_every_order(|| {
         for len in [0, 8, 24, 96, 3000, 2 * 4096] {
             // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate
@@ -167,7 +167,7 @@ fn predicted(h: &Tensor, w: &Tensor) -> Tensor {
 }
 
 #[test]
-fn values_and_their_gradients_are_those_of_the_cpu_and_a_row_does_not_depend_on_the_others() {
+fn values_and_their_gradients_equal_the_cpus_and_rows_are_independent() {
     in_every_order(|| {
         for (d, t) in [(8, 300), (24, 17), (64, 0), (96, 3), (1000, 40), (4096, 1), (4096, 20)] {
             // Chains of at most d / 32 terms below 1, and five sums more.
@@ -190,7 +190,7 @@ const V: usize = 37;
 
 /// Sums in f32, one row after another: the order is part of the promise.
 #[test]
-fn rows_of_tokens_are_copied_those_of_other_ranks_are_zero_and_gradients_are_summed_in_the_order_of_rows() {
+fn embedding_rows_are_copied_or_zero_for_other_ranks_and_gradients_are_summed_in_row_order() {
     in_every_order(|| {
         for (d, t) in [(8, 300), (24, 3), (64, 0), (96, 20), (1000, 1), (1000, 40), (4096, 9)] {
             for (first, n) in [(0, V), (5, 20)] {

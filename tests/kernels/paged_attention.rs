@@ -39,7 +39,7 @@ fn prefill_and_decode_have_the_bits_of_training() {
 }
 
 #[test]
-fn a_token_has_the_same_bits_in_any_chunks() {
+fn a_token_has_the_same_bits_for_any_chunk_size() {
     let _one = device();
     for (head_dim, heads, kv_heads, window) in [
         (32, 5, 1, Some(80)),
@@ -89,7 +89,7 @@ fn split_decoding_has_the_bits_of_training() {
 }
 
 #[test]
-fn no_order_of_threads_shows_in_a_bit() {
+fn no_order_of_threads_changes_a_bit() {
     in_every_order(|| {
         for head_dim in DIMS {
             // A prefilling tile with warps that have no rows, and decoding ones.
@@ -104,7 +104,7 @@ fn pages(cache: &KvPages) -> (Vec<f32>, Vec<f32>) {
 }
 
 #[test]
-fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_whole() {
+fn rows_are_appended_only_where_the_page_table_points_and_whole_pages_are_copied() {
     let shape = shape(6, 3, 80, None);
     let width = 240;
     in_every_order(|| {
@@ -140,7 +140,7 @@ fn rows_are_appended_where_the_table_says_and_nowhere_else_and_pages_are_copied_
 }
 
 #[test]
-fn heads_are_turned_on_their_way_to_the_cache_as_in_place() {
+fn rope_fused_with_the_cache_write_equals_rope_in_place() {
     in_every_order(|| {
         for (heads, kv_heads, e) in [(1, 1, 32), (5, 1, 80), (6, 3, 128)] {
             let (shape, rows) = (shape(heads, kv_heads, e, None), 9);
@@ -169,7 +169,7 @@ fn heads_are_turned_on_their_way_to_the_cache_as_in_place() {
 }
 
 #[test]
-fn what_no_kernel_can_is_refused_in_words() {
+fn inputs_without_a_kernel_are_rejected_with_a_message() {
     let _one = device();
     let odd = shape(4, 2, 72, None);
     let mut cache = KvPages::new(4, &odd);

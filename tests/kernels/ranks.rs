@@ -19,7 +19,7 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
     let mut command = launched(ranks);
     command
         .arg(std::env::current_exe().expect("the path of this target"))
-        .args(["ranks::a_rank_plays_its_part", "--exact", "--nocapture", "--test-threads=1"])
+        .args(["ranks::a_process_runs_its_rank", "--exact", "--nocapture", "--test-threads=1"])
         .env(emulation::LIBRARY, emulation::gpu())
         .env(SCENE, scene);
     // This process may be opening its own.
@@ -40,7 +40,7 @@ pub fn plays(ranks: usize, scene: &str, env: &[(&str, &str)]) {
 
 /// One of the ranks that other tests start.
 #[test]
-fn a_rank_plays_its_part() {
+fn a_process_runs_its_rank() {
     let Ok(scene) = std::env::var(SCENE) else { return };
     let (_gpu, _one) = device();
     let world = World::start().expect("MPI starts");

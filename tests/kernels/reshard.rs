@@ -48,7 +48,7 @@ fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
 
 /// Whichever axes are joined, the weights are the same; where both are, none of them go through the host.
 #[test]
-fn between_joined_gpus_no_weights_travel_through_the_host() {
+fn resharding_over_nccl_moves_no_weights_through_the_host() {
     plays(4, "reshard: ", &[]);
 }
 

@@ -61,7 +61,7 @@ fn ring_holds(lengths: &[usize], size: usize, shape: AttentionShape) {
 }
 
 #[test]
-fn blocks_of_a_ring_make_the_whole() {
+fn blocks_of_a_ring_add_up_to_attention_over_the_whole() {
     in_every_order(|| ring_holds(&[140, 3], 2, shape(2, 1, 64, Some(100))));
     let (_gpu, _one) = device();
     for (size, window) in [(2, None), (3, Some(40)), (4, None)] {

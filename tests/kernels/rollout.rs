@@ -132,7 +132,7 @@ fn both(config: &RolloutConfig, tiny: &Part, requests: &[Request], tokenizer: Op
 }
 
 #[test]
-fn responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops() {
+fn responses_by_graphs_equal_those_of_ordinary_steps_for_all_parameters_and_stops() {
     let (_gpu, _one) = device();
     for arch in [llama(), qwen3()] {
         let tiny = tiny(&arch);
@@ -153,7 +153,7 @@ fn responses_by_graphs_are_those_of_ordinary_steps_for_all_parameters_and_stops(
 }
 
 #[test]
-fn more_requests_than_lanes_are_all_answered_the_same() {
+fn more_requests_than_slots_get_the_same_responses() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());
     let requests: Vec<Request> = (0..10).map(|i| request(i, 4 + i * 5 % 17)).collect();
@@ -165,7 +165,7 @@ fn more_requests_than_lanes_are_all_answered_the_same() {
 }
 
 #[test]
-fn a_cache_that_is_too_small_takes_pages_away_and_responses_stay_the_same() {
+fn preemption_in_a_small_cache_changes_no_response() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());
     // Short responses make the scheduler expect short ones; the long ones then meet a full cache.
@@ -177,7 +177,7 @@ fn a_cache_that_is_too_small_takes_pages_away_and_responses_stay_the_same() {
 }
 
 #[test]
-fn beams_biases_and_likeliest_tokens_are_those_of_the_kernels_where_both_find_them() {
+fn the_kernels_sample_the_tokens_that_the_host_finds_with_a_bias_or_one_beam() {
     let (_gpu, _one) = device();
     let tiny = tiny(&llama());
     let greedy = |i: usize| Request { params: SampleParams::greedy(), stop: Arc::default(), ..request(3 * i, 9) };
@@ -220,7 +220,7 @@ fn tokenizer(dir: &Path) -> Tokenizer {
 }
 
 #[test]
-fn stop_texts_are_found_a_step_late_and_what_was_drawn_behind_them_is_dropped() {
+fn stop_texts_are_found_a_step_late_and_tokens_after_them_are_dropped() {
     let (_gpu, _one) = device();
     let (tiny, dir) = (tiny(&llama()), tempfile::tempdir().expect("a directory"));
     let tokenizer = tokenizer(dir.path());
@@ -259,7 +259,7 @@ pub fn plain(count: usize, length: impl Fn(usize) -> usize) -> Vec<Request> {
 }
 
 #[test]
-fn steps_that_repeat_are_one_launch_each_ask_for_no_memory_and_graphs_stay_from_call_to_call() {
+fn a_repeated_step_is_one_launch_without_allocation_and_graphs_outlive_a_call() {
     let (gpu, _one) = device();
     let tiny = tiny(&llama());
     let mut engine = Engine::new(&tiny.config(4, 100, true), 0);

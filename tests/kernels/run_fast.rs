@@ -11,7 +11,7 @@ const PPO: &str = "ppo.toml model.actor=sft/export job.steps=1 rollout.prompts_p
                    rollout.response_tokens_min=12 ppo.minibatch_samples=8 ppo.microbatch_tokens_max=1024 optim.actor.lr=1e-4";
 
 #[test]
-fn fast_sft_and_ppo_follow_exact_ones_and_ratios_begin_at_recomputed_log_probabilities() {
+fn sft_and_ppo_with_cublaslt_are_close_to_exact_runs_and_ratios_use_recomputed_logprobs() {
     let dir = prepared(CONFIG);
     let at = dir.path();
     if on_a_real_gpu() && CublasLt::open().is_err() {
@@ -67,7 +67,7 @@ fn recomputed(fast: &[Value], exact: &[Value]) {
 }
 
 #[test]
-fn a_library_that_is_missing_old_or_broken_is_an_error_of_fast_and_a_word_of_auto() {
+fn a_missing_old_or_broken_library_is_an_error_for_cublaslt_and_a_message_for_auto() {
     let Some(dir) = emulated(CONFIG) else { return };
     let run = |sets: &str, (name, value): (&str, &str)| {
         let mut command = command(1, dir.path(), &format!("run --dry-run sft.toml {sets}"));

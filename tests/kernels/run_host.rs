@@ -14,7 +14,7 @@ fn deep() -> String {
 }
 
 #[test]
-fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not_fit_waits_there_or_is_refused() {
+fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_memory_is_short() {
     let dir = prepared(&deep());
     let at = dir.path();
     // Schedules that do not follow job.steps.
@@ -64,7 +64,7 @@ fn what_waits_at_the_host_changes_no_bit_takes_less_of_the_gpu_and_what_does_not
 }
 
 #[test]
-fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
+fn ranks_that_shard_state_offload_it_bitwise() {
     let Some(dir) = emulated(&with(CONFIG, &json!({"num_hidden_layers": 3}))) else { return };
     let at = dir.path();
     for (name, more) in [("here", "mesh.offload=[]"), ("away", OFFLOAD)] {
@@ -74,7 +74,7 @@ fn ranks_that_share_state_leave_it_at_their_hosts_bitwise() {
 }
 
 #[test]
-fn ranks_that_share_a_gpu_share_what_is_free_and_each_is_described_once() {
+fn ranks_that_share_a_gpu_divide_its_free_memory_and_each_gpu_is_described_once() {
     if skip_on_a_real_gpu() {
         return;
     }
@@ -92,7 +92,7 @@ fn ranks_that_share_a_gpu_share_what_is_free_and_each_is_described_once() {
 }
 
 #[test]
-fn a_rank_takes_what_nccl_leaves_and_ranks_exchange_all_to_all_only_where_a_rollout_does() {
+fn a_rank_uses_the_memory_that_nccl_leaves_and_only_a_rollout_checks_all_to_all() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let sent = |job: &str| {
@@ -155,7 +155,7 @@ fn resident(at: &Path, line: &str, ends: i32) -> u64 {
 }
 
 #[test]
-fn a_checkpoint_of_a_gpu_passes_through_a_few_pieces_of_the_hosts_memory() {
+fn a_gpu_checkpoint_is_written_through_a_few_host_buffers() {
     if skip_on_a_real_gpu() {
         return;
     }

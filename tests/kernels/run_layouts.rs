@@ -25,7 +25,7 @@ fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> (Vec<Value>
 }
 
 #[test]
-fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_and_through_the_host() {
+fn ppo_metrics_equal_one_ranks_in_every_layout_and_nccl_equals_the_host_bitwise() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // With another seed, a sum in another order may draw another token.
@@ -79,7 +79,7 @@ fn ppo_has_the_numbers_of_one_rank_in_every_layout_and_the_same_bits_over_nccl_a
 }
 
 #[test]
-fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
+fn sft_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let evaluated = "data.split.by=field data.eval_split=eval eval.every_steps=2 eval.samples_max=20";
@@ -99,7 +99,7 @@ fn sft_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
 }
 
 #[test]
-fn distillation_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
+fn distillation_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     jobs::rlhf_hpc(at, "init --config model.json --tokenizer tokenizer --out teacher --seed 9");
@@ -120,7 +120,7 @@ fn distillation_has_the_numbers_of_one_rank_and_of_the_cpu_in_every_layout() {
 }
 
 #[test]
-fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
+fn sharded_weights_and_a_fixed_gradient_order_change_no_bit() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // A schedule that does not follow job.steps.
@@ -146,7 +146,7 @@ fn divided_weights_and_gradients_in_a_fixed_order_change_no_bit() {
 }
 
 #[test]
-fn a_checkpoint_of_divided_weights_goes_on_on_the_cpu_and_in_another_layout() {
+fn a_checkpoint_of_sharded_weights_resumes_on_the_cpu_and_in_another_layout() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let (begun, _) = run(at, 4, "sft.toml", "four", "mesh.data=4 mesh.tensor=1 mesh.zero=3 job.steps=2");
@@ -168,7 +168,7 @@ fn a_checkpoint_of_divided_weights_goes_on_on_the_cpu_and_in_another_layout() {
 }
 
 #[test]
-fn the_banner_says_how_collectives_go_and_why_not_otherwise() {
+fn the_banner_shows_the_collective_backend_and_the_reason() {
     let Some(dir) = emulated(jobs::CONFIG) else { return };
     let (two, one) = (("EMULATED_GPUS", "2"), ("EMULATED_GPUS", "1"));
     let nowhere = ("RLHF_NCCL_LIB", "/nowhere/libnccl.so.2");

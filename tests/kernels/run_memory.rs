@@ -71,7 +71,7 @@ const EVALUATES: &str = "eval.every_steps=1 eval.samples_max=64 data.eval_split=
 /// The plan counts buffers like the pool, and messages have one decimal digit: 2 % in both directions for every job.
 #[test]
 #[ignore = "long: whole jobs of every layout, several minutes"]
-fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
+fn the_planned_memory_of_jobs_is_right_within_two_percent() {
     let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
     let two = "mesh.data=2 mesh.tensor=1";
@@ -126,7 +126,7 @@ fn the_plan_counts_what_jobs_take_within_two_percent_both_ways() {
 }
 
 #[test]
-fn what_the_self_test_takes_is_told_and_given_back() {
+fn the_memory_of_the_self_test_is_reported_and_freed() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let text = said(at, 1, "sft.toml", "job.steps=1 job.check=true");
@@ -147,7 +147,7 @@ fn what_the_self_test_takes_is_told_and_given_back() {
 /// Without that line the plan counts half: the reference, which no backward follows, has many heads, actor and critic
 /// have one.
 #[test]
-fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
+fn rows_split_into_key_segments_use_the_planned_memory() {
     // A short window: few keys to compute.
     let of_heads = |heads: usize| {
         let others = json!({
@@ -176,7 +176,7 @@ fn rows_that_are_cut_into_runs_of_keys_take_what_the_plan_counts() {
 /// A rollout with fewer tensor ranks than training communicates less and is predicted to be faster: the run follows the
 /// plan.
 #[test]
-fn where_the_job_leaves_it_open_the_rollout_has_the_tensor_size_of_the_plan_and_the_banner_shows_it() {
+fn an_automatic_rollout_tensor_size_is_the_plans_and_is_shown_in_the_banner() {
     let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
     // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.

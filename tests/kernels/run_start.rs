@@ -36,7 +36,7 @@ fn losses(dir: &Path, job: &str) -> Vec<u64> {
 }
 
 #[test]
-fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
+fn a_gpu_whose_results_differ_is_rejected_with_the_first_quantity_that_differs() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     for (i, (spoils, what)) in [
@@ -68,7 +68,7 @@ fn a_gpu_that_computes_other_things_is_refused_with_the_first_of_them() {
 }
 
 #[test]
-fn a_job_that_keeps_sampling_masks_is_refused_where_there_is_a_gpu_and_runs_on_the_cpu() {
+fn a_job_that_keeps_sampling_masks_is_rejected_on_a_gpu_and_runs_on_the_cpu() {
     let Some(dir) = emulated(CONFIG) else { return };
     let line = "ppo.toml job.steps=1 job.dir=masked rollout.top_k=5 rollout.keep_sampling_mask=true";
     for device in ["job.device=gpu", DEFAULTS] {
@@ -116,7 +116,7 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
 }
 
 #[test]
-fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
+fn an_automatic_gemm_is_the_faster_one_and_is_kept_on_resume() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     // On a busy machine, the faster product is otherwise a matter of luck.
@@ -147,7 +147,7 @@ fn automatic_products_are_those_with_which_a_step_is_faster_and_stay_so() {
 }
 
 #[test]
-fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
+fn a_rank_with_a_faulty_or_missing_gpu_is_named_and_ends_all_ranks() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let ranks = |of_rank_1: &str, sets: &str| {
@@ -184,7 +184,7 @@ fn one_rank_whose_gpu_is_ill_or_unseen_ends_all_with_its_name() {
 
 /// Families and shapes that models come in.
 #[test]
-fn models_of_all_kinds_pass_with_both_products() {
+fn models_of_all_families_pass_the_self_test_with_both_gemms() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let qwen2 = json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 7});
@@ -211,7 +211,7 @@ fn models_of_all_kinds_pass_with_both_products() {
 
 /// Under a driver that takes no cubins of the binary, and with an NVRTC whose calls are counted.
 #[test]
-fn the_first_rank_of_a_host_compiles_for_all_and_its_error_is_that_of_all() {
+fn the_first_rank_of_a_host_compiles_for_all_and_its_error_ends_all() {
     if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
         return skip("no cubins of CUDA 13");
     }

@@ -38,7 +38,7 @@ fn turns_of_an_environment_have_the_bits_of_training_on_one_gpu_and_on_two() {
 }
 
 #[test]
-fn an_evaluation_alone_answers_on_gpus_as_on_one_and_as_the_cpu_does() {
+fn an_evaluation_job_answers_equally_on_several_gpus_on_one_and_on_the_cpu() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let sets = "job.kind=eval data.split.by=field data.eval_split=eval eval.samples_max=6 eval.samples_per_prompt=2 \

@@ -97,7 +97,7 @@ fn the_bench_measures_every_kernel_that_it_names() {
 }
 
 #[test]
-fn first_draws_and_the_likeliest_tokens_are_those_of_the_cpu_but_where_others_are_nearly_as_likely() {
+fn first_samples_and_likeliest_tokens_equal_the_cpus_except_for_near_ties() {
     let dir = prepared();
     let at = dir.path();
     // Later tokens are drawn behind other tokens.
@@ -116,7 +116,7 @@ fn first_draws_and_the_likeliest_tokens_are_those_of_the_cpu_but_where_others_ar
 }
 
 #[test]
-fn log_probabilities_of_generated_rows_have_the_bits_that_generate_told() {
+fn log_probabilities_of_generated_rows_equal_those_of_generate_bitwise() {
     let dir = prepared();
     let at = dir.path();
     let options = "--max-new-tokens 20 --samples 2";
@@ -177,7 +177,7 @@ fn reward_model(at: &Path) {
 }
 
 #[test]
-fn rewards_on_the_gpu_are_those_of_the_cpu() {
+fn rewards_on_the_gpu_equal_the_cpus() {
     let dir = prepared();
     let at = dir.path();
     reward_model(at);
@@ -195,7 +195,7 @@ fn rewards_on_the_gpu_are_those_of_the_cpu() {
 }
 
 #[test]
-fn a_gpu_that_computes_other_things_gives_no_answers() {
+fn a_gpu_whose_results_differ_gives_no_answers() {
     if skip_on_a_real_gpu() {
         return;
     }
@@ -219,7 +219,7 @@ fn a_gpu_that_computes_other_things_gives_no_answers() {
 }
 
 #[test]
-fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_the_cpu() {
+fn a_model_without_kernels_is_rejected_with_the_supported_shapes_and_runs_on_the_cpu() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = dir.path();
     prepare(at, &with(CONFIG, &json!({"head_dim": 48})));
@@ -240,7 +240,7 @@ fn a_model_that_no_kernel_knows_is_refused_with_what_is_needed_and_answered_by_t
 }
 
 #[test]
-fn what_an_engine_takes_beside_weights_and_cache_is_at_most_what_the_cache_leaves_it() {
+fn an_engine_uses_at_most_the_memory_that_weights_and_cache_leave() {
     let (_gpu, _one) = device();
     if skip_on_a_real_gpu() {
         return;

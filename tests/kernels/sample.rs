@@ -93,7 +93,7 @@ fn logits(seed: u32, len: usize, spread: f32) -> Vec<f32> {
 }
 
 #[test]
-fn tokens_are_those_of_the_cpu() {
+fn sampled_tokens_equal_the_cpus() {
     let (_gpu, _one) = device();
     for (v, count) in [(1, 10), (7, 30), (31, 30), (33, 30), (264, 60), (1000, 40), (2500, 24)] {
         let lists = lists(count, v);
@@ -109,7 +109,7 @@ fn tokens_are_those_of_the_cpu() {
 }
 
 #[test]
-fn equal_probabilities_are_cut_at_the_lowest_tokens() {
+fn filters_keep_the_lowest_tokens_of_equal_probabilities() {
     let (_gpu, _one) = device();
     let (v, count) = (3000, 24);
     let lists = lists(count, v);
@@ -126,7 +126,7 @@ fn equal_probabilities_are_cut_at_the_lowest_tokens() {
 }
 
 #[test]
-fn greedy_takes_the_first_of_the_largest() {
+fn greedy_selects_the_first_of_equal_maxima() {
     let (_gpu, _one) = device();
     let (v, mut logits) = (1500, vec![0.25; 3 * 1500]);
     logits[700] = 2.0;
@@ -142,7 +142,7 @@ fn greedy_takes_the_first_of_the_largest() {
 }
 
 #[test]
-fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
+fn the_recorded_logprob_equals_the_scorers_bitwise() {
     let (_gpu, _one) = device();
     let (v, count, stride) = (5001, 8, 5008);
     let lists = lists(count, v);
@@ -163,7 +163,7 @@ fn the_recorded_logprob_is_bitwise_what_the_scorer_computes() {
 }
 
 #[test]
-fn a_draw_depends_neither_on_the_order_of_threads_nor_on_other_rows() {
+fn a_sample_depends_neither_on_the_order_of_threads_nor_on_other_rows() {
     let (v, count) = (1300, 10);
     let lists = lists(count, v);
     let rows = rows(&lists, &numbers(4, count), params);

@@ -20,7 +20,7 @@ fn master(learner: &Learner) -> Vec<f32> {
 }
 
 #[test]
-fn masters_on_the_gpu_and_away_from_it_begin_at_the_values_of_the_files() {
+fn master_weights_on_gpu_and_host_start_at_the_values_of_the_files() {
     let (_gpu, _one) = device();
     let (axes, arch) = (Axes::one(), llama());
     let dir = tempfile::tempdir().expect("a directory");

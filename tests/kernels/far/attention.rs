@@ -49,7 +49,7 @@ fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], 
 /// Rows and keys around each bound; with a window, after keys of two runs.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_attend_to_far_keys_and_walk_back() {
+fn attention_over_far_rows_and_keys_is_right_forward_and_backward() {
     let (_gpu, _one) = device();
     for (window, tokens, keys) in [(None, 40, 140), (Some(64), 12, 4102)] {
         let all = |width: usize, each: usize| ((1 << 32) / width).next_multiple_of(each) + each;

@@ -29,7 +29,7 @@ const SQUARE: [Tile; 3] = [Tile::Rows64, Tile::Rows128, Tile::Wide128x128];
 /// Tiles of one column: a block is a tile of rows.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_are_multiplied() {
+fn gemms_of_far_rows_equal_those_of_near_rows() {
     const K: usize = 128;
     let [families, squares] = {
         let (_gpu, _one) = device();
@@ -67,7 +67,7 @@ fn far_rows_are_multiplied() {
 /// Shapes like a head's with many tokens: a block is a tile of columns.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn products_with_far_weights_are_those_with_the_same_weights() {
+fn gemms_with_far_weights_equal_those_with_near_weights() {
     const K: usize = 128;
     const M: usize = 16;
     let (_gpu, _one) = device();
@@ -101,7 +101,7 @@ fn products_with_far_weights_are_those_with_the_same_weights() {
 
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn gradients_of_far_weights_are_those_of_the_same_weights() {
+fn gradients_of_far_weights_equal_those_of_near_weights() {
     const M: usize = 64;
     let (_gpu, _one) = device();
     for (size, rows) in supported(&SQUARE).into_iter().map(|tile| (tile, tile.size()[0])) {
@@ -142,7 +142,7 @@ fn lines(seed: u32, width: usize) -> (Memory, Memory) {
 /// The end of a chain is beyond all bounds.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn chains_over_far_lines_are_those_over_the_same_lines() {
+fn sums_over_far_lines_equal_those_over_near_lines() {
     let (_gpu, _one) = device();
     if !has_room(4 * LINES * APART) {
         return;

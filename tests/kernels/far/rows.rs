@@ -67,7 +67,7 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
 
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_groups_are_normed_and_walked_back() {
+fn far_groups_are_normalised_forward_and_backward() {
     // (values of a group, groups, groups of a block); the last has as many heads as have 2^32 threads.
     let heads = (1 << 32) / HEAD + 37;
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
@@ -98,7 +98,7 @@ fn far_groups_are_normed_and_walked_back() {
 /// A block has two rows of 64 heads.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_heads_are_turned() {
+fn rope_rotates_far_heads() {
     let tensors = [(Bf16, 60 * HEAD), (Bf16, 4 * HEAD)];
     let angles = numbers(5, 1000 * HEAD / 2);
     holds("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
@@ -110,7 +110,7 @@ fn far_heads_are_turned() {
 
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_values_are_predicted_and_walked_back() {
+fn the_value_head_reads_far_rows_forward_and_backward() {
     const EACH: usize = 16;
     holds("value head", [(Bf16, WIDTH), (F32, 1)], ROWS, 8, |[h, values], _| {
         value_head::forward(h.view(Bf16), small(9, WIDTH).view(Bf16), values.view_mut(F32));
@@ -130,7 +130,7 @@ fn far_values_are_predicted_and_walked_back() {
 /// of them, too, as a tensor rank has them of a matrix.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
-fn far_rows_are_fetched_and_summed() {
+fn far_rows_are_gathered_and_scattered() {
     // Four blocks have a row.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
     let all = |rows: Rows| Memory::from_values(&(0..rows.len as u32).collect::<Vec<_>>());

@@ -14,7 +14,7 @@ fn agree(batch: &Batch, rows: usize) {
 }
 
 #[test]
-fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
+fn rows_with_several_key_segments_have_the_same_bits_from_every_kernel() {
     let _one = device();
     for (head_dim, heads, kv_heads, window, len) in [
         (32, 2, 1, None, 2 * RUN + 9),
@@ -30,7 +30,7 @@ fn rows_that_see_several_runs_have_the_same_bits_from_every_kernel() {
 }
 
 #[test]
-fn sequences_of_different_runs_are_joined_each_for_itself() {
+fn key_segments_are_combined_for_each_sequence_separately() {
     let _one = device();
     let lengths = [RUN + 40, 30, RUN];
     let batch = Batch::new(&shape(2, 1, 32, None), &lengths);
@@ -39,6 +39,6 @@ fn sequences_of_different_runs_are_joined_each_for_itself() {
 }
 
 #[test]
-fn no_order_of_threads_shows_in_rows_of_several_runs() {
+fn no_order_of_threads_changes_rows_with_several_key_segments() {
     in_every_order(|| agree(&Batch::new(&shape(9, 1, 32, None), &[RUN + 15]), 17));
 }
