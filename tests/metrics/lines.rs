@@ -10,7 +10,7 @@ fn line(step: u64) -> Line {
 }
 
 #[test]
-fn keys_of_a_line_stand_in_the_order_of_the_table_and_others_behind() {
+fn keys_of_a_line_are_in_table_order_and_unknown_keys_come_last() {
     let values = [("zeta", 1.0), ("time_step_s", 2.5), ("alpha", 1.0), ("kl_mean", 0.25), ("reward_mean", -1.5)];
     let text = Line::new(3, 1000.5, &values).to_json();
     let expected =
@@ -52,7 +52,7 @@ fn steps(file: &MetricsFile) -> Vec<u64> {
 }
 
 #[test]
-fn damaged_lines_refuse_nothing_and_are_kept_aside_with_a_warning_that_names_them() {
+fn damaged_lines_are_set_aside_with_a_warning_that_names_them() {
     let whole = |step| line(step).to_json();
     let cases = [
         "{\"step\":2,",
@@ -84,7 +84,7 @@ fn damaged_lines_refuse_nothing_and_are_kept_aside_with_a_warning_that_names_the
 }
 
 #[test]
-fn a_torn_last_line_is_warned_of_and_one_that_only_lacks_its_line_break_is_a_line() {
+fn a_torn_last_line_causes_a_warning_and_one_that_only_lacks_its_line_break_is_kept() {
     let whole = format!("{}\n{}\n", line(1).to_json(), line(2).to_json());
     let third = line(3).to_json();
     for len in 1..=third.len() {
@@ -131,7 +131,7 @@ fn steps_without_a_line_are_named_up_to_the_checkpoint() {
 }
 
 #[test]
-fn cutting_back_drops_later_lines_and_leaves_the_others_byte_for_byte() {
+fn truncation_drops_later_lines_and_leaves_the_others_byte_for_byte() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("metrics.jsonl");
     let odd = r#"{"step":1,"time_unix_s":5.0,"loss":0.30000000000000004,"note_of_user":2}"#;

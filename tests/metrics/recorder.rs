@@ -42,7 +42,7 @@ fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Values) {
 }
 
 #[test]
-fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
+fn a_resumed_run_has_the_records_of_an_uninterrupted_one() {
     let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let shown = Shown::default();
     let open = |dir: &tempfile::TempDir| Recorder::open(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
@@ -69,7 +69,7 @@ fn a_resumed_run_leaves_the_records_of_an_uninterrupted_one() {
 }
 
 #[test]
-fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_behind_it() {
+fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_later_ones() {
     let dir = tempfile::tempdir().unwrap();
     let config = MetricsConfig { eval_rows_max: 2, rollouts_keep_last: 2, ..config() };
     let open = || Recorder::open(dir.path(), &config, Shown::default().terminal(false, 100)).unwrap();
@@ -97,7 +97,7 @@ fn the_first_rows_of_the_last_evaluations_are_kept_and_a_resume_removes_those_be
 }
 
 #[test]
-fn the_courses_of_a_resumed_run_begin_before_it_and_a_look_at_the_records_changes_none() {
+fn the_curves_of_a_resumed_run_include_earlier_steps_and_reading_records_changes_none() {
     let dir = tempfile::tempdir().unwrap();
     let shown = Shown::default();
     let open = |shown: &Shown| Recorder::open(dir.path(), &config(), shown.terminal(false, 100)).unwrap();
@@ -131,7 +131,7 @@ fn other_ranks_write_nothing() {
 }
 
 #[test]
-fn a_number_that_is_not_finite_is_warned_of_by_step_and_key() {
+fn a_non_finite_number_causes_a_warning_with_its_step_and_key() {
     let dir = tempfile::tempdir().unwrap();
     let shown = Shown::default();
     let mut recorder = Recorder::open(dir.path(), &config(), shown.terminal(false, 80)).unwrap();

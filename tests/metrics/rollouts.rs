@@ -134,7 +134,7 @@ fn every_array_reads_back_through_the_links() {
 }
 
 #[test]
-fn texts_and_the_score_of_each_reward_read_back_and_every_array_says_what_it_is() {
+fn texts_and_scores_of_each_reward_read_back_and_every_array_has_a_description() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), 1, &batch(), (0, ""), 0).unwrap();
     let group = File::open(step_path(dir.path(), 1)).unwrap().group("step_000001").unwrap();
@@ -161,7 +161,7 @@ fn texts_and_the_score_of_each_reward_read_back_and_every_array_says_what_it_is(
 }
 
 #[test]
-fn arrays_that_a_job_has_not_are_nan_and_wrong_lengths_are_refused() {
+fn absent_arrays_are_nan_and_wrong_lengths_are_rejected() {
     let dir = tempfile::tempdir().unwrap();
     let mut batch = batch();
     for sample in &mut batch {
@@ -202,8 +202,8 @@ fn a_kill_at_any_point_leaves_readable_records() {
 }
 
 #[test]
-fn a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole() {
-    let name = "a_disk_that_becomes_full_anywhere_in_a_file_is_an_io_error_and_leaves_the_older_files_whole";
+fn a_disk_that_becomes_full_at_any_byte_is_an_io_error_and_leaves_older_files_intact() {
+    let name = "a_disk_that_becomes_full_at_any_byte_is_an_io_error_and_leaves_older_files_intact";
     crate::alone(&format!("metrics::rollouts::{name}"), records_are_refused_under_every_limit);
 }
 
@@ -234,7 +234,7 @@ fn records_are_refused_under_every_limit() {
 }
 
 #[test]
-fn the_last_records_are_kept_and_no_link_points_to_one_that_is_gone() {
+fn the_last_records_are_kept_and_no_link_points_to_a_removed_one() {
     let dir = tempfile::tempdir().unwrap();
     let there = |expected: &[u64]| {
         let names: Vec<String> = expected.iter().map(|step| group_name(*step)).collect();
@@ -271,7 +271,7 @@ fn the_last_records_are_kept_and_no_link_points_to_one_that_is_gone() {
 }
 
 #[test]
-fn the_file_of_a_step_is_no_larger_than_its_longest_rows_make_it_and_not_much_smaller() {
+fn a_step_file_is_at_most_and_nearly_as_large_as_predicted_from_its_longest_rows() {
     for (samples, prompt, response) in [(0, 0, 0), (1, 1, 1), (3, 700, 5), (40, 64, 512), (300, 20, 90)] {
         let dir = tempfile::tempdir().unwrap();
         let of = |i: u64| {

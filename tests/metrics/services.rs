@@ -98,7 +98,7 @@ fn each_whole_line_of_a_run_is_sent_once_with_its_step_and_the_configuration() {
 }
 
 #[test]
-fn a_run_that_is_continued_there_gets_only_the_steps_that_it_lacks() {
+fn a_run_continued_at_a_service_gets_only_the_missing_steps() {
     let lines = "{\"step\": 1, \"reward_mean\": 0.5}\n{\"step\": 2, \"reward_mean\": 0.75}\n";
     for (service, id) in [("wandb", "w1"), ("mlflow", "m1")] {
         let calls = Sent::new(lines).send(&[service, "--id", id]);
@@ -108,7 +108,7 @@ fn a_run_that_is_continued_there_gets_only_the_steps_that_it_lacks() {
 }
 
 #[test]
-fn a_run_that_is_followed_is_sent_as_it_grows_over_a_resume_and_to_its_last_evaluation() {
+fn a_followed_run_is_sent_as_it_grows_across_a_resume_up_to_its_last_evaluation() {
     let sent = Sent::new("");
     let mut child = sent.start(&["wandb", "--follow"]);
     let one = "{\"step\": 1, \"reward_mean\": 0.5}\n";
@@ -135,7 +135,7 @@ fn a_run_that_is_followed_is_sent_as_it_grows_over_a_resume_and_to_its_last_eval
 }
 
 #[test]
-fn a_service_that_is_not_installed_and_a_directory_that_is_no_run_are_named() {
+fn a_service_that_is_not_installed_and_a_directory_without_a_run_are_named() {
     let sent = Sent::new("");
     fs::write(sent.0.path().join("wandb.py"), "raise ModuleNotFoundError(\"No module named 'wandb'\", name='wandb')")
         .unwrap();

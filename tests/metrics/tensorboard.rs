@@ -74,7 +74,7 @@ pub fn shown(dir: &Path) -> Values {
 }
 
 #[test]
-fn records_are_byte_for_byte_those_of_tensorboard() {
+fn records_equal_tensorboards_byte_for_byte() {
     let hex = |record: Vec<u8>| record.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"));
     // Serialised and framed by TensorBoard 2.21.0.
     let golden = "1800000000000000a37f4b2209000000000000f03f1a0d627261696e2e4576656e743a3286bf577a";
@@ -94,7 +94,7 @@ fn records_are_byte_for_byte_those_of_tensorboard() {
 }
 
 #[test]
-fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
+fn a_resume_shows_the_records_up_to_its_step_and_later_ones() {
     let dir = tempfile::tempdir().unwrap();
     let lines: Vec<Line> = (1..=4).map(line).collect();
     let mut old = EventsFile::create(dir.path(), "[job]\nseed = 5", &[], 0, 1e9).unwrap();
@@ -114,7 +114,7 @@ fn a_resume_shows_what_was_recorded_up_to_its_step_and_what_follows() {
 }
 
 #[test]
-fn where_there_are_no_events_yet_they_begin_with_all_lines() {
+fn new_events_begin_with_all_existing_lines() {
     let dir = tempfile::tempdir().unwrap();
     EventsFile::create(dir.path(), "", &[line(1), line(2), line(3)], 2, 1e9).unwrap();
     let steps: Vec<u64> = shown(dir.path()).keys().map(|(step, _)| *step).collect();

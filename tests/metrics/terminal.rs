@@ -55,7 +55,7 @@ fn long_banner() -> Vec<(String, String)> {
 }
 
 #[test]
-fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
+fn the_banner_loses_no_word_at_any_terminal_width() {
     let piped = Shown::default();
     banner(&mut piped.terminal(false, 80), &long_banner());
     let whole = piped.text();
@@ -76,7 +76,7 @@ fn the_banner_loses_no_word_whatever_the_terminal_is_wide() {
 }
 
 #[test]
-fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
+fn outside_a_terminal_a_step_is_one_plain_line() {
     let shown = Shown::default();
     let mut terminal = shown.terminal(false, 100);
     banner(&mut terminal, &[]);
@@ -113,7 +113,7 @@ fn elsewhere_than_on_a_terminal_a_step_is_one_clean_line() {
 }
 
 #[test]
-fn the_gap_of_a_step_is_the_larger_one_and_gives_way_on_a_narrow_terminal_only_if_it_is_0() {
+fn a_step_shows_the_larger_gap_and_a_narrow_terminal_hides_it_only_if_it_is_0() {
     let cases = [
         (Some(0.0), None, Some("gap       0")),
         (Some(0.0), Some(0.0123), Some("gap  0.0123")),
@@ -146,7 +146,7 @@ fn the_gap_of_a_step_is_the_larger_one_and_gives_way_on_a_narrow_terminal_only_i
 }
 
 #[test]
-fn a_log_may_have_the_line_of_every_tenth_step_only() {
+fn a_log_can_be_limited_to_every_tenth_step() {
     let (shown, lines) = (Shown::default(), (1..=25).map(step).collect::<Vec<_>>());
     let mut terminal = shown.terminal(false, 100);
     terminal.printed.print_every = 10;
@@ -228,7 +228,7 @@ fn samples_never_carry_control_characters_and_fit() {
 }
 
 #[test]
-fn the_summary_shows_each_course_with_its_first_and_last_number() {
+fn the_summary_shows_each_curve_with_its_first_and_last_number() {
     let shown = Shown::default();
     let mut lines: Vec<Line> = (1..=10).map(step).collect();
     lines.insert(0, Line::new(0, 0.0, &[("eval_accuracy_greedy", 0.412)]));
