@@ -17,7 +17,7 @@ fn resident_bytes(range: std::ops::Range<*const f32>) -> usize {
 }
 
 #[test]
-fn a_mapped_buffer_is_used_as_any_other_and_keeps_its_contents_while_it_is_evicted() {
+fn a_mapped_buffer_works_like_any_other_and_keeps_its_contents_while_evicted() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut buffer = Buffer::scratch(100_000);
     for (i, x) in buffer.iter_mut().enumerate() {

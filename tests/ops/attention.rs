@@ -234,7 +234,7 @@ fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
 }
 
 #[test]
-fn a_sequence_does_not_feel_its_companions() {
+fn a_sequence_does_not_depend_on_the_others_in_its_batch() {
     for shape in shapes() {
         let case = Case::new(shape, RAGGED);
         let all = case.both_passes();
@@ -259,7 +259,7 @@ fn a_sequence_does_not_feel_its_companions() {
 }
 
 #[test]
-fn neither_threads_nor_instructions_change_a_bit() {
+fn neither_the_thread_count_nor_the_instruction_set_changes_a_bit() {
     // Many sequences, which threads share out whole; and few, which they must cut.
     for (shape, lengths) in [
         (shape(8, 4, 24, None), RAGGED),
@@ -275,7 +275,7 @@ fn neither_threads_nor_instructions_change_a_bit() {
 
 #[test]
 #[should_panic(expected = "page 9 of a cache of 2")]
-fn a_page_outside_the_cache_is_refused() {
+fn a_page_outside_the_cache_is_rejected() {
     let shape = shape(2, 1, 8, None);
     let cache = KvLayer::new(Device::Cpu, DType::F32, 2, &shape);
     let (q, mut o) = (Tensor::zeros(1, 16), Tensor::zeros(1, 16));

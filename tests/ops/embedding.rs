@@ -13,7 +13,7 @@ fn tokens(v: usize, t: usize) -> Vec<u32> {
 }
 
 #[test]
-fn a_row_of_any_layout_and_dtype_comes_out_whole() {
+fn a_row_of_any_layout_and_dtype_is_gathered_completely() {
     for &(v, d) in SHAPES {
         let (w, tokens) = (Matrix::rounded(v, d, &mut Numbers::new(1)), tokens(v, 300));
         let rows = Weight { n: v, k: d, layout: Layout::Row, values: Slice::F32(&w.rows) };

@@ -32,7 +32,7 @@ fn the_gate_equals_its_equation_and_its_gradients_are_finite_differences() {
 }
 
 #[test]
-fn far_values_of_the_gate_stay_finite() {
+fn extreme_values_of_the_gate_stay_finite() {
     let gate = Tensor::from_slice(1, 6, &[-1e30, -200.0, -88.5, 88.5, 200.0, 1e30]);
     let ones = Tensor::from_slice(1, 6, &[1.0; 6]);
     let [y, dgate, _] = run(&gate, &ones, &ones);
@@ -42,7 +42,7 @@ fn far_values_of_the_gate_stay_finite() {
 }
 
 #[test]
-fn neither_companions_nor_threads_nor_instructions_change_a_row() {
+fn neither_other_rows_nor_the_thread_count_nor_the_instruction_set_changes_a_row() {
     for (rows, width) in [(200, 344), (7, 33)] {
         let [gate, up, dy] = [1, 2, 3].map(|seed| tensor(seed, rows, width, 3.0));
         let all = run(&gate, &up, &dy);

@@ -159,7 +159,7 @@ fn a_token_has_the_same_bits_in_any_chunk_and_in_both_passes() {
 type Told = (Vec<RowStats>, Vec<f32>);
 
 #[test]
-fn parts_of_a_vocabulary_have_the_divergences_and_gradients_of_the_whole() {
+fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
     let (t, d, v, cut) = (6, 10, 130, 77);
     let case = Case::new(t, d, v, 0.8);
     for of in ALL {

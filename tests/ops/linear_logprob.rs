@@ -178,7 +178,7 @@ fn logits_far_apart_neither_overflow_nor_give_nan() {
 }
 
 #[test]
-fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_whole_and_in_parts_of_the_vocabulary() {
+fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_with_and_without_vocabulary_shards() {
     let (t, d, v) = (70, 12, 165);
     let case = Case::new(t, d, v, 0.7);
     // Everything, the target alone, or what a hash says.
@@ -261,7 +261,7 @@ fn scoring_a_large_vocabulary_takes_at_most_64_mb() {
 }
 
 #[test]
-fn logits_of_minus_infinity_count_nothing() {
+fn logits_of_minus_infinity_contribute_nothing() {
     let mut logits = Numbers::new(2).vec(777);
     let kept: Vec<f32> = logits.iter().copied().enumerate().filter(|(i, _)| i % 3 != 0).map(|(_, z)| z).collect();
     logits.iter_mut().step_by(3).for_each(|z| *z = f32::NEG_INFINITY);

@@ -63,7 +63,7 @@ fn places(pieces: &[zigzag::Piece]) -> Vec<(usize, usize)> {
 const ENDS: &[usize] = &[0, 1, 1, 6, 147, 150, 230, 232];
 
 #[test]
-fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
+fn attention_to_the_keys_of_every_rank_equals_f64_over_their_positions() {
     // Windows within a piece, to its border, across several.
     let windows = [None, Some(1), Some(20), Some(32), Some(50), Some(100)];
     for (size, window) in [1, 2, 3, 4].into_iter().flat_map(|size| windows.map(|window| (size, window))) {
@@ -79,7 +79,7 @@ fn a_rank_sees_of_every_other_rank_what_the_whole_row_says() {
 }
 
 #[test]
-fn neither_threads_nor_instructions_change_a_bit() {
+fn neither_the_thread_count_nor_the_instruction_set_changes_a_bit() {
     for shape in [shape(2, 1, 32, None), shape(8, 4, 12, Some(40))] {
         let (queries, keys) = (zigzag::pieces(ENDS, 1, 2), zigzag::pieces(ENDS, 0, 2));
         let case = Case::random(shape, zigzag::tokens(ENDS, 1, 2), zigzag::tokens(ENDS, 0, 2));
@@ -94,7 +94,7 @@ fn neither_threads_nor_instructions_change_a_bit() {
 
 #[test]
 #[should_panic(expected = "Span")]
-fn a_span_outside_of_the_block_is_refused() {
+fn a_span_outside_the_block_is_rejected() {
     let shape = shape(2, 1, 8, None);
     let case = Case::random(shape, 4, 4);
     forward(&case, &[vec![Span { row: 0, tokens: 4, past: 0, key_row: 1, keys: 4 }]]);

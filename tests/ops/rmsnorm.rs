@@ -64,7 +64,7 @@ fn the_norm_equals_the_plain_sum_and_its_gradients_are_added() {
 }
 
 #[test]
-fn neither_threads_nor_instructions_change_a_bit() {
+fn neither_the_thread_count_nor_the_instruction_set_changes_a_bit() {
     for &(rows, groups, n) in SHAPES {
         let case = Case::new(rows, groups, n);
         same_on_threads_and_levels(&format!("{rows} rows of {groups} x {n}"), || case.run().into());

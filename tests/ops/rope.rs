@@ -59,7 +59,7 @@ fn backward_is_the_transpose() {
 
 #[test]
 #[should_panic(expected = "position 512 of a table of 512")]
-fn a_position_outside_the_table_is_refused() {
+fn a_position_outside_the_table_is_rejected() {
     forward(
         &mut Tensor::zeros(1, 4),
         &mut Tensor::zeros(1, 4),
@@ -69,7 +69,7 @@ fn a_position_outside_the_table_is_refused() {
 }
 
 #[test]
-fn a_table_holds_the_positions_that_were_asked_for_and_not_its_whole_context() {
+fn a_rope_table_contains_the_requested_positions_and_not_the_whole_context() {
     let context = 20_000;
     let table = RopeTable::new(&frequencies(64), 1.0, context);
     let all = RopeTable::new(&frequencies(64), 1.0, 5000);

@@ -40,7 +40,7 @@ fn adamw_equals_its_equation_in_f64() {
 }
 
 #[test]
-fn adamw_has_the_same_bits_however_it_is_cut_and_on_every_level() {
+fn adamw_has_the_same_bits_for_any_split_and_instruction_level() {
     let len = 70_001;
     let [p0, g, m0, v0] = moments(len);
     let run = |cuts: &[usize]| {
