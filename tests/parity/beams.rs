@@ -44,7 +44,7 @@ struct Best {
 }
 
 #[test]
-fn beams_and_their_scores_are_those_of_transformers_for_every_family_mode_and_penalty() {
+fn beams_and_their_scores_equal_transformers_for_every_family_mode_and_penalty() {
     let golden: Golden = serde_json::from_str(include_str!("../golden/beams.json")).expect("the golden");
     let stop = Arc::new(Stop { tokens: golden.ends.clone(), strings: Vec::new() });
     for name in LANGUAGE_MODELS {

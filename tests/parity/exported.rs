@@ -131,7 +131,7 @@ fn export_keeps_the_keys_of_config_json_and_copies_the_tokenizer() {
 }
 
 #[test]
-fn an_export_replaces_an_export_but_nothing_else_and_leaves_nothing_beside_it() {
+fn an_export_replaces_only_an_export_and_leaves_no_temporary_files() {
     let dir = tempfile::tempdir().unwrap();
     let (arch, weights) = load::load(Device::Cpu, &directory("qwen2"), Head::LanguageModel, DType::F32, 0).unwrap();
     let out = dir.path().join("out");
@@ -178,7 +178,7 @@ fn a_critic_made_from_a_language_model_has_a_new_head_and_exports_as_a_reward_mo
 }
 
 #[test]
-fn new_weights_follow_name_and_place_alone_and_have_the_asked_spread() {
+fn new_weights_depend_only_on_name_and_position_and_have_the_requested_std() {
     let arch = arch("llama", &json!({"num_attention_heads": 4, "head_dim": 12, "initializer_range": 0.02}));
     let untied = init::init(&arch, Head::LanguageModel, DType::F32, 7);
     let tied = init::init(&Arch { tied: true, ..arch.clone() }, Head::LanguageModel, DType::F32, 7);
@@ -215,7 +215,7 @@ fn padding_of_panels_stays_zero_in_weights_and_gradients() {
 
 /// A rank of stage 3 reads its range: what damage there is elsewhere, others notice.
 #[test]
-fn of_a_unit_no_more_is_read_than_the_range_that_was_asked_for() {
+fn only_the_requested_range_of_a_unit_is_read() {
     // A damaged value in the last row of the embedding.
     let dir = tempfile::tempdir().unwrap();
     let (arch, weights) = load::load(Device::Cpu, &directory("llama2"), Head::LanguageModel, DType::F32, 0).unwrap();

@@ -38,7 +38,7 @@ fn values_and_value_head_gradients_agree_with_transformers() {
 
 /// `tests/golden/same_scores.py` checks the same for a directory that a job has exported.
 #[test]
-fn scores_of_rows_are_those_of_transformers_sequence_classifiers() {
+fn scores_equal_those_of_transformers_sequence_classifiers() {
     for name in REWARD_MODELS {
         let m = Model::load(name, Head::Value, DType::F32);
         let last: Vec<u32> = m.cu_seqlens[1..].iter().map(|end| *end as u32 - 1).collect();
@@ -49,7 +49,7 @@ fn scores_of_rows_are_those_of_transformers_sequence_classifiers() {
 }
 
 #[test]
-fn bf16_weights_give_nearly_the_f32_logprobs_and_gradients() {
+fn bf16_weights_give_close_to_the_f32_logprobs_and_gradients() {
     for name in LANGUAGE_MODELS {
         let (a, b) =
             (Model::load(name, Head::LanguageModel, DType::F32), Model::load(name, Head::LanguageModel, DType::Bf16));

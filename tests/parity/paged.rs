@@ -19,7 +19,7 @@ fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past
 }
 
 #[test]
-fn greedy_generation_through_the_cache_is_that_of_transformers_token_for_token() {
+fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
     for name in LANGUAGE_MODELS {
         let m = Model::load(name, Head::LanguageModel, DType::F32);
         let expected = m.golden.integers("greedy");

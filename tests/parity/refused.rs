@@ -63,7 +63,7 @@ fn rename(header: &mut Value, from: &str, to: &str) {
 }
 
 #[test]
-fn a_directory_without_config_or_weights_is_refused() {
+fn a_directory_without_config_or_weights_is_rejected() {
     let empty = tempfile::tempdir().unwrap();
     refuses(empty.path(), &["has no config.json", "hint: "]);
     refuses(&empty.path().join("nowhere"), &["nowhere does not exist", "hf download"]);
@@ -82,7 +82,7 @@ fn config(dir: &Path, key: &str, value: Value) {
 }
 
 #[test]
-fn a_directory_with_a_wrong_file_is_refused_by_what_is_wrong() {
+fn a_directory_with_an_invalid_file_is_rejected_with_the_cause() {
     let cases: [(Damage, &[&str]); 9] = [
         (
             |dir| {
@@ -143,7 +143,7 @@ fn a_directory_with_a_wrong_file_is_refused_by_what_is_wrong() {
 }
 
 #[test]
-fn a_file_cut_short_is_refused_with_needed_and_present_bytes() {
+fn a_truncated_file_is_rejected_and_its_needed_and_present_bytes_are_named() {
     let dir = copy("llama2");
     let path = dir.path().join("model.safetensors");
     let bytes = fs::read(&path).unwrap();
@@ -160,7 +160,7 @@ fn a_file_cut_short_is_refused_with_needed_and_present_bytes() {
 }
 
 #[test]
-fn nan_and_infinite_weights_are_refused_in_either_working_dtype() {
+fn nan_and_infinite_weights_are_rejected_in_either_working_dtype() {
     for (name, bad) in [("model.norm.weight", f32::NAN), ("lm_head.weight", f32::INFINITY)] {
         let dir = copy("llama2");
         edit_safetensors(&dir.path().join("model.safetensors"), |header, data| {
@@ -174,7 +174,7 @@ fn nan_and_infinite_weights_are_refused_in_either_working_dtype() {
 }
 
 #[test]
-fn an_index_that_leaves_the_directory_or_lies_is_refused() {
+fn an_index_that_is_wrong_or_leaves_the_directory_is_rejected() {
     for bad in
         ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "", "a\\b.safetensors", "model.bin"]
     {
@@ -196,7 +196,7 @@ fn an_index_that_leaves_the_directory_or_lies_is_refused() {
 }
 
 #[test]
-fn a_config_that_this_program_cannot_run_is_refused_by_key() {
+fn an_unsupported_config_is_rejected_and_its_key_is_named() {
     let cases: [(&str, Value, &str); 16] = [
         ("architectures", json!(["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
         ("architectures", json!(["GPT2LMHeadModel"]), "architecture \"GPT2LMHeadModel\" is not supported"),
@@ -223,7 +223,7 @@ fn a_config_that_this_program_cannot_run_is_refused_by_key() {
 }
 
 #[test]
-fn a_reward_model_is_no_language_model_and_must_have_its_head() {
+fn a_reward_model_is_not_a_language_model_and_must_have_its_head() {
     refuses(&directory("reward"), &["is a value or reward model", "hint: "]);
     let dir = copy("reward");
     let path = dir.path().join("model.safetensors");
@@ -247,13 +247,13 @@ fn forward_of(token: u32, position: u32) {
 
 #[test]
 #[should_panic(expected = "is outside the vocabulary of ")]
-fn a_token_outside_the_vocabulary_is_refused() {
+fn a_token_outside_the_vocabulary_is_rejected() {
     forward_of(u32::MAX, 0);
 }
 
 #[test]
 #[should_panic(expected = "is outside the context of ")]
-fn a_position_outside_the_context_is_refused() {
+fn a_position_outside_the_context_is_rejected() {
     forward_of(0, u32::MAX);
 }
 
@@ -269,7 +269,7 @@ fn logprobs(dir: &Path) -> (String, String) {
 }
 
 #[test]
-fn a_stored_head_that_differs_from_the_embedding_counts_although_config_json_ties_them() {
+fn a_stored_head_that_differs_from_the_embedding_is_used_although_config_json_ties_them() {
     let tied = copy("qwen2");
     let (plain, _) = logprobs(tied.path());
     for is_changed in [false, true] {

@@ -13,7 +13,7 @@ fn config(rope: &Value) -> Map<String, Value> {
 }
 
 #[test]
-fn rotary_frequencies_of_every_scaling_are_those_of_transformers() {
+fn rotary_frequencies_of_every_scaling_equal_transformers() {
     let cases: Value = serde_json::from_slice(&std::fs::read(directory("rope.json")).unwrap()).unwrap();
     let cases = cases.as_array().unwrap();
     assert_eq!(cases.len(), 5);
@@ -46,7 +46,7 @@ fn both_spellings_of_rope_scaling_mean_the_same() {
 }
 
 #[test]
-fn rope_scaling_replaces_rope_parameters_and_what_would_be_lost_is_refused() {
+fn rope_scaling_replaces_rope_parameters_and_a_setting_that_would_be_lost_is_rejected() {
     let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096});
     let both = |parameters: Value, scaling: &Value| {
         let mut both = config(&parameters);
