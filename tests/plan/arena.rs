@@ -82,7 +82,7 @@ fn mixed() -> Vec<RowTokens> {
 
 /// The peak only grows, so that the cases come in the order of their sizes; nothing else in these tests has tensors.
 #[test]
-fn the_plan_counts_what_the_arena_counts_within_half_a_percent() {
+fn the_plan_agrees_with_the_arena_within_half_a_percent() {
     pool::set_threads(THREADS);
     let arch = arch(&small());
     let cases = [

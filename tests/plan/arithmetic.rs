@@ -30,7 +30,7 @@ fn parts_of_a_tensor_axis_add_up_to_the_model() {
 }
 
 #[test]
-fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take() {
+fn a_step_of_the_reference_workload_takes_at_least_the_time_of_its_flops_and_bytes() {
     let sets = ["mesh.tensor=1", "mesh.zero=3", "rollout.tensor=1", "rollout.batch_max=32"];
     let (config, archs) = (job(&sets), archs(&llama2_7b(), true));
     let choice = choose(&Job::new(&config, &archs, None), 16, &a800()).expect("it fits");
@@ -59,7 +59,7 @@ fn a_step_of_the_reference_workload_takes_at_least_what_its_flops_and_bytes_take
 }
 
 #[test]
-fn microbatches_hold_the_budget_and_are_as_few_as_can_be() {
+fn microbatches_stay_within_the_budget_and_are_as_few_as_possible() {
     let archs = archs(&small(), false);
     // 51 rows of 160 tokens fit 8192.
     let cut = |rows: usize, mesh: &Mesh| {
@@ -87,7 +87,7 @@ fn part(axes: &str, world: usize, name: &str) -> Part {
 }
 
 #[test]
-fn a_ring_over_nodes_has_one_ranks_way_to_the_next_node_and_collectives_have_those_of_all() {
+fn a_ring_over_nodes_uses_the_link_of_one_rank_and_collectives_use_all_links() {
     for (axes, ranks, name, bound, peak) in [
         ("mesh.sequence=8 mesh.tensor=1 rollout.tensor=1 mesh.zero=3", 8, "train: shift over sequence", "link", 200e9),
         // A rank sends to the next alone.
@@ -109,7 +109,7 @@ fn a_ring_over_nodes_has_one_ranks_way_to_the_next_node_and_collectives_have_tho
 }
 
 #[test]
-fn small_collectives_take_what_nccl_reckons_with() {
+fn small_collectives_have_the_latency_that_nccl_estimates() {
     let sums = part("mesh.tensor=8 rollout.tensor=8 mesh.zero=1", 8, "decode: sum_ordered over tensor");
     // 14 steps around a ring of 8.
     let latency = (sums.busy_s - sums.floor_s / sums.efficiency) / sums.work.calls;

@@ -50,7 +50,7 @@ fn the_forward_of_a_reward_model_is_counted_on_the_ranks_that_hold_it() {
 }
 
 #[test]
-fn a_step_takes_as_long_as_the_longer_side_if_the_rollout_runs_ahead() {
+fn a_step_takes_as_long_as_the_slower_side_if_the_rollout_is_async() {
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\", \"critic\"], ranks = \"0..1\" }, \
                  { roles = [\"rollout\", \"reward\"], ranks = \"1..2\" }]";
     let mut archs = archs(&small(), true);
@@ -74,7 +74,7 @@ fn on_cpu(config: &Config, archs: &Archs) -> Memory {
 }
 
 #[test]
-fn sampling_masks_count_as_the_largest_that_the_filters_leave() {
+fn sampling_masks_are_counted_at_the_largest_size_that_the_filters_allow() {
     let archs = archs(&small(), false);
     let masks = |more: &[&str]| {
         let memory = on_cpu(&job(&[&FEW[..], more].concat()), &archs);
@@ -90,7 +90,7 @@ fn sampling_masks_count_as_the_largest_that_the_filters_leave() {
 
 /// Phases need no such test: `time` and `memory` match on all of them.
 #[test]
-fn the_memory_of_every_recipe_has_owners_that_the_tables_know() {
+fn the_memory_of_every_recipe_has_owners_that_are_in_the_tables() {
     let (root, dir) = (Path::new(env!("CARGO_MANIFEST_DIR")), tempfile::tempdir().expect("a folder"));
     let recipes = fs::read_dir(root.join("jobs/recipes")).expect("recipes").map(|entry| entry.expect("one").path());
     let recipes = recipes.filter(|path| path.extension().is_some_and(|end| end == "toml"));

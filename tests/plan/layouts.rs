@@ -36,7 +36,7 @@ fn refused(more: &[&str], archs: &Archs, world: usize, device: &Device) -> Error
 const SHORT: [&str; 3] = ["data.prompt_tokens_max=64", "rollout.response_tokens_max=64", "rollout.prompts_per_step=64"];
 
 #[test]
-fn on_gpus_the_fastest_layout_that_fits_is_chosen_and_the_others_say_why_not() {
+fn on_gpus_the_fastest_layout_that_fits_is_chosen_with_a_reason_against_each_other_one() {
     let choice = chosen(&[], &archs(&llama2_7b(), true), 16, &a800());
     let chosen = &choice.chosen;
     assert!(chosen.fits() && choice.compared > 20 && choice.fitting > 1);
@@ -56,7 +56,7 @@ fn on_gpus_the_fastest_layout_that_fits_is_chosen_and_the_others_say_why_not() {
 }
 
 #[test]
-fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
+fn explicit_axes_are_kept_and_automatic_ones_are_filled_in() {
     let archs = archs(&llama2_7b(), false);
     let choice = chosen(&["mesh.tensor=4", "mesh.zero=2", "rollout.tensor=2"], &archs, 16, &a800());
     let layout = choice.chosen.layout();
@@ -68,7 +68,7 @@ fn axes_that_are_named_are_taken_and_auto_ones_are_filled() {
 }
 
 #[test]
-fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_computed_again() {
+fn gemms_by_cublaslt_or_auto_are_planned_with_recomputed_log_probabilities() {
     let archs = archs(&llama2_7b(), false);
     let scored = |gemm: &str| {
         let gemm = format!("job.gemm={gemm}");
@@ -84,7 +84,7 @@ fn products_that_are_or_may_be_fast_are_planned_with_log_probabilities_that_are_
 }
 
 #[test]
-fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
+fn on_cpus_the_simplest_layout_that_fits_is_chosen_at_every_start() {
     let archs = archs(&small(), false);
     let config = job(&SHORT);
     let roomy = Device::cpu(1 << 36, 2);
@@ -103,7 +103,7 @@ fn on_cpus_it_is_the_plainest_layout_that_fits_and_the_same_in_every_start() {
 }
 
 #[test]
-fn axes_that_do_not_divide_the_ranks_are_refused() {
+fn axes_that_do_not_divide_the_ranks_are_rejected() {
     let error = refused(&["mesh.data=3", "mesh.tensor=2"], &archs(&llama2_7b(), false), 16, &a800());
     assert_eq!(error.exit_code(), 2);
     assert!(error.message.contains("does not divide 16 ranks"), "{error}");
@@ -111,7 +111,7 @@ fn axes_that_do_not_divide_the_ranks_are_refused() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_with_what_would() {
+fn a_job_that_does_not_fit_is_rejected_with_layouts_that_fit() {
     let archs = archs(&llama2_7b(), true);
     let error = refused(&["mesh.zero=1", "mesh.tensor=1"], &archs, 4, &a800());
     assert_eq!(error.exit_code(), 2);
@@ -133,7 +133,7 @@ fn what_does_not_fit_is_refused_with_what_would() {
 }
 
 #[test]
-fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
+fn an_error_about_activations_suggests_recomputation_or_smaller_microbatches() {
     let archs = archs(&llama2_7b(), true);
     let more = [
         "gradient.recompute=none",
@@ -147,7 +147,7 @@ fn longer_activations_are_refused_with_recomputation_or_smaller_microbatches() {
 }
 
 #[test]
-fn no_more_is_recomputed_than_has_to_be() {
+fn no_more_is_recomputed_than_necessary() {
     let all = archs(&llama2_7b(), true);
     let samples = ["rollout.prompts_per_step=512", "ppo.minibatch_samples=512"];
     let of = |tokens: &str| {
@@ -170,7 +170,7 @@ fn no_more_is_recomputed_than_has_to_be() {
 }
 
 #[test]
-fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_gpu_has_room() {
+fn automatic_micro_batches_have_enough_tokens_or_fill_the_memory_of_a_gpu() {
     let archs = archs(&small(), false);
     // 512 samples of 128 tokens in a minibatch.
     let samples = ["rollout.prompts_per_step=512", "ppo.minibatch_samples=512", "mesh.tensor=1", "mesh.zero=1"];
@@ -215,7 +215,7 @@ fn automatic_micro_batches_are_enough_or_as_many_tokens_as_fit_and_more_where_a_
 }
 
 #[test]
-fn state_that_waits_for_the_rollout_stays_for_all_updates_of_a_step_where_training_has_room() {
+fn offloaded_state_stays_on_the_gpu_for_all_updates_of_a_step_if_it_fits() {
     let archs = archs(&llama2_7b(), false);
     let actor = Archs(archs.0.into_iter().filter(|(role, ..)| *role != RoleName::Critic).collect());
     let sets = ["ppo.advantage=reinforce++", "mesh.tensor=1", "rollout.tensor=1", "gradient.recompute=block"];
@@ -234,7 +234,7 @@ fn state_that_waits_for_the_rollout_stays_for_all_updates_of_a_step_where_traini
 }
 
 #[test]
-fn recomputation_is_a_word_or_true_or_false_as_in_older_jobs() {
+fn recomputation_is_a_name_or_a_boolean_as_in_older_jobs() {
     let of = |value: &str| job(&[&format!("gradient.recompute={value}")]).gradient.recompute;
     let words = ["auto", "none", "attention", "block", "false", "true"].map(of);
     let (none, block) = (Recompute::None, Recompute::Block);
@@ -245,7 +245,7 @@ fn recomputation_is_a_word_or_true_or_false_as_in_older_jobs() {
 }
 
 #[test]
-fn the_limit_of_the_arena_is_a_limit_of_the_plan() {
+fn the_plan_respects_the_arena_limit() {
     let archs = archs(&small(), false);
     let device = Device::cpu(1 << 40, 1);
     let error = refused(&[&SHORT[..], &["mesh.arena_bytes_max=50000000"]].concat(), &archs, 1, &device);

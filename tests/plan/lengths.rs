@@ -93,7 +93,7 @@ fn row(i: usize) -> Value {
 }
 
 #[test]
-fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
+fn the_plan_reads_the_rows_that_a_run_uses_from_jsonl_and_from_shards() {
     let fixture = Lengths::new(300);
     for more in [&[][..], &["sft.loss_on=all"], &["data.order=length_grouped", "job.seed=7"]] {
         let config = fixture.config("sft", "mixed.jsonl", more);
@@ -111,7 +111,7 @@ fn the_plan_reads_the_rows_that_a_run_draws_from_jsonl_and_from_shards() {
 }
 
 #[test]
-fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
+fn prompt_lengths_are_read_and_responses_count_as_the_longest_unless_set() {
     let fixture = Lengths::new(200);
     let config = fixture.config("ppo", "mixed.jsonl", &[]);
     let rows = fixture.read(&config);
@@ -126,7 +126,7 @@ fn prompts_are_read_and_responses_count_as_the_longest_unless_told() {
 }
 
 #[test]
-fn of_much_text_a_sample_over_all_of_it_is_read() {
+fn a_sample_spread_over_a_large_text_is_read() {
     // Prompts grow from the first row to the last.
     let fixture = Lengths::new(1);
     let count = 12_000;

@@ -75,7 +75,7 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
 }
 
 #[test]
-fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_row_at_least() {
+fn a_limited_cache_runs_in_batches_and_holds_at_least_the_longest_row() {
     let archs = archs(&llama2_7b(), true);
     let layout = layout(Mesh::data_only(16), 3);
     let kv = |more: &[&str]| count(&job(more), &archs, &layout, &a800()).kv.expect("a cache");
@@ -97,7 +97,7 @@ fn the_cache_takes_waves_where_it_may_not_take_all_and_has_room_for_the_longest_
 }
 
 #[test]
-fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
+fn offloaded_state_uses_no_memory_in_the_rollout_and_returns_for_the_update() {
     let (config, archs) = (job(&["rollout.kv_bytes_max=10000000000"]), archs(&llama2_7b(), false));
     let plain = layout(Mesh::data_only(16), 1);
     let swapped = Layout { swap: Swap::from_offload(&[Offload::Optimizer, Offload::Roles]), ..plain };
@@ -113,7 +113,7 @@ fn what_is_swapped_out_leaves_the_rollout_and_comes_back_for_the_update() {
 }
 
 #[test]
-fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
+fn state_in_mapped_files_is_saved_one_vector_at_a_time() {
     let (config, archs) = (job(&["model.dtype=f32"]), archs(&small(), false));
     let plain = layout(Mesh::data_only(1), 1);
     let away = Layout { swap: Swap::from_offload(&[Offload::Optimizer]), ..plain };
@@ -125,7 +125,7 @@ fn state_that_waits_in_files_is_saved_one_vector_at_a_time() {
 }
 
 #[test]
-fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_export_it() {
+fn no_rank_needs_memory_for_a_whole_sharded_model_even_to_load_or_export_it() {
     let (config, archs) = (job(&SHORT), archs(&llama2_7b(), false));
     for (mesh, stage) in [
         (Mesh::data_only(16), 3),
@@ -141,7 +141,7 @@ fn no_rank_needs_room_for_a_whole_model_that_is_shared_not_even_to_load_and_to_e
 }
 
 #[test]
-fn an_actor_with_ranks_of_its_own_answers_in_batches_and_caches_one_of_them() {
+fn an_actor_with_its_own_ranks_generates_in_batches_and_caches_one_of_them() {
     let archs = archs(&small(), false);
     let place = "mesh.placement=[{ roles = [\"actor\", \"reference\"], ranks = \"0..1\" }, \
                  { roles = [\"critic\", \"reward\"], ranks = \"1..2\" }]";

@@ -75,7 +75,7 @@ fn no_line_is_longer_than_100_columns_and_no_part_loses_the_end_of_its_name() {
 }
 
 #[test]
-fn the_object_for_machines_says_the_same() {
+fn the_json_output_agrees_with_the_table() {
     let ended = reference(&fixture(&llama2_7b()), &[&NAMED[..], &["--json"]].concat()).well();
     let plan: Value = serde_json::from_str(&ended.stdout).expect("JSON");
     let chosen = &plan["chosen"];
@@ -104,14 +104,14 @@ fn the_object_for_machines_says_the_same() {
 }
 
 #[test]
-fn a_job_that_does_not_fit_ends_with_2_and_says_what_would_fit() {
+fn a_job_that_does_not_fit_exits_with_2_and_lists_layouts_that_fit() {
     let ended = reference(&fixture(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1"])
         .refused(2, &["the job does not fit 16 ranks of a800-80g"]);
     assert!(ended.hinted("it fits with mesh.zero = ").stdout.is_empty());
 }
 
 #[test]
-fn models_gpus_and_kernels_that_are_not_there_are_named() {
+fn missing_models_gpus_and_kernels_are_named() {
     let fixture = fixture(&small());
     reference(&fixture, &["model.critic=nosuch"]).refused(65, &["model.critic"]);
     let ended = fixture.run(&["plan", "job.toml", "model.actor=planned", "--ranks", "1", "--gpu", "abacus"]);
