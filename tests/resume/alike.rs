@@ -33,7 +33,7 @@ fn ppo_steps_in_fixed_gradient_order_are_bitwise_equal_on_1_2_and_4_ranks() {
 }
 
 #[test]
-fn a_run_goes_on_with_another_number_of_ranks_bitwise_in_fixed_gradient_order() {
+fn a_run_resumes_bitwise_on_another_number_of_ranks_in_fixed_gradient_order() {
     let sets = "gradient.order=fixed ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"] optim.actor.ema_beta=0.9";
     let whole = Job::ppo("moves-whole").with(sets).done();
     let moved = Job::ppo("moves").with(sets);

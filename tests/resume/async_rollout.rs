@@ -15,7 +15,7 @@ pub fn ahead(name: &str, trains: usize, samples: usize) -> Job {
 }
 
 #[test]
-fn a_rollout_on_ranks_of_its_own_is_that_on_all_ranks_bitwise() {
+fn a_rollout_on_its_own_ranks_is_bitwise_equal_to_one_on_all_ranks() {
     for (i, (ranks, sets)) in [
         (1, "eval.every_steps=2"),
         (2, "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"),
@@ -31,7 +31,7 @@ fn a_rollout_on_ranks_of_its_own_is_that_on_all_ranks_bitwise() {
 }
 
 #[test]
-fn samples_drawn_a_step_ahead_are_of_the_weights_of_the_step_before_on_any_ranks() {
+fn samples_generated_one_step_ahead_use_the_weights_of_the_previous_step_on_any_ranks() {
     let sets = "gradient.order=fixed eval.every_steps=2";
     let alone = ahead("ahead-1-1", 1, 1).with(sets).done();
     let of_all = |step: &Arrays| step["weights_step"].iter().all(|weights| *weights == step["weights_step"][0]);
@@ -52,7 +52,7 @@ fn samples_drawn_a_step_ahead_are_of_the_weights_of_the_step_before_on_any_ranks
 
 /// Responses of up to 12 tokens, in pieces of 4.
 #[test]
-fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response_where_they_do_not_change() {
+fn a_partial_response_continues_under_new_weights_and_is_unchanged_if_they_are_equal() {
     let sets = "gradient.order=fixed mesh.async_updates_max=3 rollout.stop=[\"zz\"] rollout.top_k=200 \
                 rollout.keep_sampling_mask=true job.steps=6 checkpoint.keep_last=0";
     let alone = ahead("pieces-1-1", 1, 1).with(sets).done();
@@ -82,7 +82,7 @@ fn a_response_goes_on_under_new_weights_where_its_piece_ends_and_is_one_response
 }
 
 #[test]
-fn a_rollout_that_runs_ahead_goes_on_bitwise_from_every_checkpoint_and_after_a_reward_that_failed() {
+fn an_async_rollout_resumes_bitwise_from_every_checkpoint_and_after_a_failed_reward() {
     let whole = ahead("ahead-whole", 1, 1).done();
     whole.rewound("ahead-killed", 2).done().assert_same(&whole);
     // The third batch is drawn while the second one is learned from; the model scores it where the actor is, or where
@@ -103,7 +103,7 @@ fn a_rollout_that_runs_ahead_goes_on_bitwise_from_every_checkpoint_and_after_a_r
 }
 
 #[test]
-fn jobs_whose_rollout_cannot_run_ahead_are_refused_with_the_keys() {
+fn jobs_that_do_not_support_async_rollout_are_rejected_with_the_keys() {
     let together = Job::ppo("ahead-together").with("mesh.async_updates_max=1");
     let dynamic = ahead("ahead-dynamic", 1, 1).with("rollout.dynamic_sampling.prompts_max_factor=2");
     let critic = Job::ppo("ahead-critic").placed(&[("actor reference", 1), ("rollout reward critic", 1)]);

@@ -42,7 +42,7 @@ fn the_link_and_the_export_follow_the_better_evaluation_of_either_kind() {
 }
 
 #[test]
-fn a_number_that_evaluations_do_not_have_ends_the_run_before_its_first_step() {
+fn an_unknown_evaluation_metric_ends_the_run_before_its_first_step() {
     let job = Job::sft("best-unknown").with(FIRST).with("checkpoint.best_metric=eval_acuracy");
     job.run().assert(2, &["checkpoint.best_metric = eval_acuracy", "choose one of eval_loss, eval_accuracy"]);
     assert!(job.numbers("loss").is_empty());
@@ -62,7 +62,7 @@ fn improving(name: &str) -> Job {
 }
 
 #[test]
-fn a_damaged_best_checkpoint_is_made_again_and_the_link_points_to_the_intact_one() {
+fn a_damaged_best_checkpoint_is_saved_again_and_the_link_points_to_the_intact_one() {
     let job = improving("best-remade").with("eval.every_steps=2 checkpoint.keep_last=2").done();
     assert_eq!((best(&job), job.committed()), ("step-4".to_string(), vec![3, 4]));
     let exported = job.read("export/model.safetensors");
@@ -82,7 +82,7 @@ fn a_damaged_best_checkpoint_is_made_again_and_the_link_points_to_the_intact_one
 type Lose = fn(&Job);
 
 #[test]
-fn a_best_checkpoint_that_is_damaged_or_gone_is_forgotten_at_the_next_start() {
+fn a_damaged_or_missing_best_checkpoint_is_dropped_at_the_next_start() {
     let job = improving("best-lost").with("checkpoint.best_mode=max checkpoint.keep_last=1").done();
     assert_eq!((best(&job), job.committed()), ("step-1".to_string(), vec![1, 4]));
     let cases: [(&str, Lose); 3] = [

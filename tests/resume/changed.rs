@@ -6,7 +6,7 @@ use crate::resume::job::{Job, place, verb};
 use std::path::Path;
 
 #[test]
-fn what_the_state_was_made_with_cannot_change_and_what_only_steers_may_and_is_logged() {
+fn keys_that_define_the_state_cannot_change_and_changes_of_other_keys_are_logged() {
     let job = Job::ppo("changed").with("job.steps=1");
     job.clone().done();
     let shards = place().join("demonstrations");
@@ -35,7 +35,7 @@ fn what_the_state_was_made_with_cannot_change_and_what_only_steers_may_and_is_lo
 }
 
 #[test]
-fn an_interrupted_step_goes_on_as_it_began() {
+fn an_interrupted_step_ends_with_the_settings_it_began_with() {
     let job = Job::ppo("half-done").with("job.steps=2");
     job.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step 0"]);
     for change in ["rollout.temperature=0.7", "ppo.minibatch_samples=4"] {
@@ -58,7 +58,7 @@ fn copied(name: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn a_run_goes_on_without_the_weights_that_the_models_which_learn_began_with() {
+fn a_run_resumes_without_the_initial_weights_of_trained_models() {
     let remove = |copy: &Path| std::fs::remove_file(copy.join("model.safetensors")).expect("there");
     let once = "checkpoint.max_hours=1e-9";
     let (learns, answers) = (copied("model-that-learns"), copied("model-that-answers"));
@@ -104,7 +104,7 @@ fn other_digit(rows: &str) -> String {
 }
 
 #[test]
-fn inputs_of_other_contents_under_the_same_path_are_refused_by_name_or_accepted_and_a_reward_is_announced() {
+fn changed_files_under_the_same_path_are_named_or_accepted_and_a_changed_reward_is_logged() {
     let copy = copied("model-to-change");
     let [file, reward] = ["changing.jsonl", "changing-reward.py"].map(|name| place().join(name));
     let rows = std::fs::read_to_string(place().join("rows.jsonl")).expect("there");

@@ -34,7 +34,7 @@ fn lines(job: &Job) -> Vec<Value> {
 }
 
 #[test]
-fn a_step_answers_prompts_until_it_has_its_groups_on_any_ranks_and_the_ledger_names_the_others() {
+fn a_step_samples_prompts_until_it_has_its_groups_and_the_ledger_lists_the_dropped_ones() {
     let alone = job("dynamic-1").done();
     let steps = alone.metrics();
     let of = |key: &str| steps.iter().map(|step| step[key].as_f64().expect("it is recorded")).collect::<Vec<_>>();
@@ -59,7 +59,7 @@ fn a_step_answers_prompts_until_it_has_its_groups_on_any_ranks_and_the_ledger_na
 }
 
 #[test]
-fn a_step_that_fails_between_its_rounds_goes_on_bitwise() {
+fn a_step_that_fails_between_its_rounds_resumes_bitwise() {
     let whole = job("dynamic-whole").done();
     let fails = place().join("rewards-dynamic-fails/fails");
     let broken = job("dynamic-fails");
@@ -75,7 +75,7 @@ fn a_step_that_fails_between_its_rounds_goes_on_bitwise() {
 }
 
 #[test]
-fn a_step_without_enough_groups_learns_from_those_it_has_and_says_so() {
+fn a_step_without_enough_groups_trains_on_the_groups_it_has_and_logs_that() {
     let few = job("dynamic-few").with("rollout.dynamic_sampling.prompts_max_factor=2");
     let rare = REWARD.replace("% 2", "% 5");
     std::fs::write(place().join("rewards-dynamic-few/reward.py"), rare).expect("writes");

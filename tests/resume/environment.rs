@@ -41,7 +41,7 @@ fn broken(name: &str) -> std::path::PathBuf {
 }
 
 #[test]
-fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
+fn turns_equal_those_of_one_rank_bitwise_and_resume_after_an_interruption() {
     let alone = job("alone").with("gradient.order=fixed").done();
     let two = job("two").on(2).with("gradient.order=fixed").done();
     two.assert_same(&alone);
@@ -68,7 +68,7 @@ fn turns_are_bitwise_those_of_one_rank_and_go_on_after_an_interruption() {
 }
 
 #[test]
-fn turns_of_a_rollout_that_runs_ahead_are_alike_on_any_ranks_and_go_on_bitwise() {
+fn turns_of_an_async_rollout_are_equal_on_any_ranks_and_resume_bitwise() {
     let job =
         |name: &str, trains, samples| with_environment(name, ahead(&format!("environment-{name}"), trains, samples));
     let whole = job("ahead", 1, 1).done();
@@ -96,7 +96,7 @@ fn a_turn_that_fails_stops_the_run_or_drops_its_response_as_declared() {
 }
 
 #[test]
-fn an_answer_that_the_model_cannot_read_counts_as_a_failed_one() {
+fn an_answer_that_the_model_cannot_read_counts_as_failed() {
     for (i, (answer, why)) in [
         ("[999999]", "its feedback has the token 999999, but the model's vocabulary has only"),
         ("[-1]", "its answer does not follow the protocol"),

@@ -28,7 +28,7 @@ fn numbers(job: &Job, step: u64) -> Map<String, Value> {
 }
 
 #[test]
-fn an_evaluation_alone_has_the_numbers_of_the_training_job_at_its_step_on_any_ranks() {
+fn an_evaluation_job_has_the_metrics_of_the_training_job_at_its_step_on_any_ranks() {
     let ppo = evaluated("eval-ppo").done();
     for (name, ranks, model, step) in [
         ("model", 0, "model.actor=model", 0),
@@ -52,7 +52,7 @@ fn an_evaluation_alone_has_the_numbers_of_the_training_job_at_its_step_on_any_ra
 }
 
 #[test]
-fn a_search_answers_in_place_of_the_greedy_draw_as_generate_does_on_any_ranks() {
+fn beam_search_replaces_greedy_responses_and_equals_generate_on_any_ranks() {
     let of = |name: &str, ranks: usize| {
         let sets =
             "job.kind=eval data.label_key=answer metrics.eval_rows_max=100 eval.beams=3 rollout.stop_token_ids=[]";
@@ -82,7 +82,7 @@ fn answers<'a>(rows: &'a [EvalRow], of: &str) -> Vec<&'a [EvalAnswer]> {
 }
 
 #[test]
-fn numbers_of_a_set_are_those_of_its_answers_which_can_be_read() {
+fn metrics_of_a_set_equal_those_computed_from_its_recorded_answers() {
     // A number of labels, so that some answers are right.
     let alone =
         evaluated("eval-numbers").with("job.kind=eval").set("reward.rule={kind=\"regex\",pattern=\"[0-9]\"}".into());
@@ -120,7 +120,7 @@ fn numbers_of_a_set_are_those_of_its_answers_which_can_be_read() {
 }
 
 #[test]
-fn an_evaluation_alone_is_planned_without_gradients_and_says_what_it_cannot_evaluate() {
+fn an_evaluation_job_is_planned_without_gradients_and_names_sets_it_cannot_evaluate() {
     let line = |more: &[&str]| {
         let sets = ["plan", "job.toml", "job.kind=eval", "data.prompts=[\"questions\"]"];
         command::run(place(), &[&sets, more].concat())

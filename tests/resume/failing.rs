@@ -29,7 +29,7 @@ fn with_reward(job: Job) -> (Job, PathBuf) {
 }
 
 #[test]
-fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_and_the_rerun_goes_on_bitwise() {
+fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_that_resumes_bitwise() {
     let sets = "job.steps=16 eval.every_steps=0 reward.retries=1";
     let whole = with_reward(Job::ppo("reward-whole").on(2).with(sets)).0.done();
     let (job, fails) = with_reward(Job::ppo("reward-fails").on(2).with(sets));
@@ -68,7 +68,7 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
 }
 
 #[test]
-fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_these_are_dropped() {
+fn groups_with_a_failed_reward_are_not_learned_from_if_failures_are_dropped() {
     let reward = "def reward_func(queries, prompts, labels, prompt_id, **kwargs):\n    \
                   if any(id % 3 == 0 for id in prompt_id): raise ValueError('not this one')\n    \
                   return [len(q) + 0.5 for q in queries]";
@@ -100,7 +100,7 @@ fn nothing_is_learned_from_the_groups_of_responses_that_a_reward_fails_on_where_
 }
 
 #[test]
-fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed() {
+fn a_second_run_in_the_same_directory_is_rejected_and_the_first_is_not_disturbed() {
     let sets = "job.steps=100000 checkpoint.every_steps=0 metrics.rollouts_every_steps=0 metrics.tensorboard=false";
     let job = Job::ppo("twice").with(sets);
     let mut first = job.start();
@@ -118,7 +118,7 @@ fn a_second_run_in_the_same_directory_is_refused_and_the_first_is_not_disturbed(
 }
 
 #[test]
-fn rows_beyond_the_context_are_refused_before_the_first_step() {
+fn rows_beyond_the_context_are_rejected_before_the_first_step() {
     let long = "1+".repeat(200);
     let row =
         format!("{{\"prompt\": \"{long}\", \"response\": \"2\"}}\n{{\"prompt\": \"1+1=\", \"response\": \"2\"}}\n");

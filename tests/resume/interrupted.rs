@@ -93,13 +93,13 @@ fn usr1(name: &str, job: impl Fn(&str) -> Job) {
 }
 
 #[test]
-fn a_ppo_run_stopped_in_rollout_goes_on_bitwise_on_2_ranks() {
+fn a_ppo_run_stopped_in_rollout_resumes_bitwise_on_2_ranks() {
     let sets = format!("{MASKED} ppo.advantage=remax eval.every_steps=3");
     usr1("usr1-ppo", |name| Job::ppo(name).on(2).with(&sets));
 }
 
 #[test]
-fn on_policy_distillation_stopped_in_rollout_goes_on_bitwise() {
+fn on_policy_distillation_stopped_in_rollout_resumes_bitwise() {
     let sets = "job.kind=distill distill.on_policy=true model.teachers=[\"model\"] distill.minibatch_samples=16";
     usr1("usr1-distill", |name| Job::ppo(name).with(sets));
 }
@@ -180,7 +180,7 @@ fn in_parts(whole: Job, parts: &Job) -> Vec<Place> {
 }
 
 #[test]
-fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
+fn with_a_time_limit_that_is_over_at_once_every_start_makes_an_optimizer_step() {
     let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
     for (name, job) in [
         ("at-once", Job::ppo("").on(2).with("ppo.epochs=1 ppo.minibatch_samples=16")),
@@ -196,7 +196,7 @@ fn hours_that_are_over_at_once_let_every_start_make_an_optimizer_step() {
 }
 
 #[test]
-fn a_step_that_is_interrupted_behind_each_of_its_updates_goes_on_bitwise() {
+fn a_step_interrupted_after_each_of_its_updates_resumes_bitwise() {
     let texts = "ppo.critic_warmup_steps=1 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]";
     let of = |job: Job| job.with("job.steps=2 checkpoint.every_steps=0 ppo.kl_target=0.1");
     // 2 epochs over 2 minibatches; in parts the optimizer waits in files.
@@ -211,7 +211,7 @@ fn a_step_that_is_interrupted_behind_each_of_its_updates_goes_on_bitwise() {
 }
 
 #[test]
-fn a_best_checkpoint_outlives_the_interruptions_of_the_step_behind_it() {
+fn a_best_checkpoint_survives_interruptions_of_the_next_step() {
     let job = Job::ppo("").with(FIRST).with("job.steps=3 checkpoint.keep_last=1");
     let (whole, parts) = (job.named("best-whole"), job.named("best-parts"));
     in_parts(whole.clone(), &parts);

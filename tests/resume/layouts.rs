@@ -22,7 +22,7 @@ fn assert_near(job: &Job, alone: &Job, layout: &str) {
 }
 
 #[test]
-fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
+fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
     let masked = "ppo.loss=clip rollout.keep_sampling_mask=true";
     for (name, loss, layouts) in [
         ("clip", "ppo.loss=clip", LAYOUTS),
@@ -61,7 +61,7 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_numbers_of_one_rank() {
 }
 
 #[test]
-fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
+fn an_sft_step_and_evaluation_on_any_layout_have_the_metrics_of_one_rank() {
     let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";
     let sets = &format!("job.steps=2 eval.every_steps=2 {texts}");
     let alone = Job::sft("layout-sft-alone").with(sets).done();
@@ -80,7 +80,7 @@ fn an_sft_step_and_evaluation_on_any_layout_have_the_numbers_of_one_rank() {
 }
 
 #[test]
-fn a_run_goes_on_on_another_layout_and_says_what_changed() {
+fn a_run_resumes_on_another_layout_and_reports_what_changed() {
     // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates.
     // Schedules would follow job.steps.
     let smooth = "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0 \

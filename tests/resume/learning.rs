@@ -22,7 +22,7 @@ fn learns(advantage: &str) {
 }
 
 #[test]
-fn with_a_critic_in_groups_over_the_batch_and_from_a_greedy_baseline_a_simple_rule_is_learned() {
+fn a_simple_rule_is_learned_with_a_critic_and_with_group_batch_and_greedy_baselines() {
     for advantage in ["gae", "grpo", "reinforce++", "remax"] {
         learns(advantage);
     }

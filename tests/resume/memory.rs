@@ -23,7 +23,7 @@ fn offloaded(name: &str, job: impl Fn(&str) -> Job) {
 }
 
 #[test]
-fn offloading_changes_no_bit_in_any_stage_of_zero_and_takes_less_memory() {
+fn offloading_changes_no_bit_in_any_zero_stage_and_uses_less_memory() {
     offloaded("offload-sft", |name| Job::sft(name).with("job.steps=3"));
     for (stage, dtype) in [(1, "f32"), (3, "bf16")] {
         let sets = format!("mesh.zero={stage} model.dtype={dtype} job.steps=3");
@@ -32,7 +32,7 @@ fn offloading_changes_no_bit_in_any_stage_of_zero_and_takes_less_memory() {
 }
 
 #[test]
-fn automatic_micro_batches_are_those_of_the_number_in_the_resolved_job() {
+fn automatic_micro_batches_equal_those_of_the_value_in_the_resolved_job() {
     let sets =
         "job.steps=2 ppo.epochs=1 gradient.recompute=none rollout.kv_bytes_max=100000 mesh.arena_bytes_max=3500000";
     let job = |name: &str, tokens: &str| Job::ppo(name).with(&format!("{sets} ppo.microbatch_tokens_max={tokens}"));
@@ -46,7 +46,7 @@ fn automatic_micro_batches_are_those_of_the_number_in_the_resolved_job() {
 }
 
 #[test]
-fn a_run_stays_within_its_limit_or_ends_with_the_words() {
+fn a_run_stays_within_its_memory_limit_or_ends_with_an_error() {
     for ranks in [0, 2] {
         let sets = "job.steps=2 gradient.recompute=none";
         let job = |name: &str| Job::ppo(&format!("limit-{ranks}-{name}")).on(ranks).with(sets);
@@ -100,7 +100,7 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
 
 /// The memory of a rank is counted from its own chunks alone: here it has one, which waits for none.
 #[test]
-fn a_fixed_order_is_not_refused_the_memory_that_it_runs_in() {
+fn a_fixed_gradient_order_runs_in_the_memory_that_it_needs() {
     let job = |name: &str| {
         let sets = "job.steps=2 gradient.order=fixed gradient.chunks=4 mesh.zero=1 checkpoint.every_steps=0";
         Job::sft(&format!("fixed-{name}")).on(4).with(sets)

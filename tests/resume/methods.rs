@@ -89,7 +89,7 @@ fn job(name: &str, sets: &str) -> Job {
 }
 
 #[test]
-fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
+fn steps_and_evaluations_on_any_layout_have_the_metrics_of_one_rank() {
     for (i, (name, kind, keys)) in PREFERENCES.iter().chain(&DISTILLATIONS).enumerate() {
         let job = |layout: &str| {
             let name = format!("{name}-{}", layout.replace(' ', "-"));
@@ -118,7 +118,7 @@ fn steps_and_evaluations_on_any_layout_have_the_numbers_of_one_rank() {
 }
 
 #[test]
-fn every_kind_of_preferences_is_planned() {
+fn every_preference_method_is_planned() {
     for (_, kind, _) in PREFERENCES {
         let sets = ["data.prompts=[\"pairs\"]"].into_iter().chain(kind.split(' '));
         let plan = ["plan", "job.toml", "--ranks", "2"].into_iter().chain(sets);
@@ -128,7 +128,7 @@ fn every_kind_of_preferences_is_planned() {
 }
 
 #[test]
-fn a_job_of_any_kind_goes_on_bitwise_on_its_layout() {
+fn a_job_of_any_kind_resumes_bitwise_on_its_layout() {
     for ((name, kind, _), layout) in PREFERENCES.iter().chain(&DISTILLATIONS).zip(LAYOUTS.iter().cycle()) {
         let whole = job(&format!("{name}-whole"), kind).on(2).with("job.steps=4").with(layout).done();
         // In the middle; and behind the end, where mean and std of a reward model's last evaluation come from its
@@ -142,7 +142,7 @@ fn a_job_of_any_kind_goes_on_bitwise_on_its_layout() {
 }
 
 #[test]
-fn every_loss_of_preferences_falls_on_rows_that_are_seen_again() {
+fn every_preference_loss_decreases_on_repeated_rows() {
     for (sets, rises) in [
         ("reward_model", "margin_mean"),
         ("reward_model reward_model.loss=logexp", "margin_mean"),
@@ -166,7 +166,7 @@ fn every_loss_of_preferences_falls_on_rows_that_are_seen_again() {
 }
 
 #[test]
-fn mean_and_std_of_a_reward_model_are_those_of_the_scores_of_held_out_responses() {
+fn a_reward_models_mean_and_std_are_those_of_its_scores_of_held_out_responses() {
     let job = Job::pairs("pairs-scores", "job.kind=reward_model job.steps=2").done();
     let shard = Shard::open(&place().join("pairs"), 272).expect("it was made");
     let eval = shard.sidecar().splits.iter().find(|split| split.name == "eval").expect("there is one");
@@ -228,7 +228,7 @@ const SHARED: &[&str] = &[
 ];
 
 #[test]
-fn ppo_against_reward_models_has_the_numbers_of_one_rank_and_goes_on_bitwise() {
+fn ppo_with_reward_models_has_the_metrics_of_one_rank_and_resumes_bitwise() {
     let trained = Job::pairs("pairs-in-the-loop", "job.kind=reward_model job.steps=2").done();
     let dir = trained.dir.join("export").display().to_string();
     let models = format!("reward.models=[{{dir=\"{dir}\",normalize=true}},{{dir=\"{dir}\",name=\"raw\",weight=0.5}}]");
@@ -276,7 +276,7 @@ fn a_student_gets_nearer_to_its_teacher_by_every_divergence() {
 }
 
 #[test]
-fn rewards_of_a_job_that_learns_from_teachers_measure_alone() {
+fn rewards_of_a_distillation_job_are_only_measured() {
     let sets = "distill.on_policy=true model.teachers=[\"tied\"] job.steps=2 checkpoint.every_steps=0";
     let none = job("distill-unrewarded", sets).done();
     let rule = r#"reward.rule={ kind = "regex", pattern = "[0-9a-f]" }"#;

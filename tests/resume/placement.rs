@@ -10,7 +10,7 @@ fn placed(name: &str, more: usize) -> Job {
 /// Each placement is a mesh of two ranks, like the one with all roles. A run resumes with other placements and with
 /// none.
 #[test]
-fn roles_on_ranks_of_their_own_do_what_roles_on_the_same_ranks_do_bitwise() {
+fn roles_on_separate_ranks_equal_roles_on_the_same_ranks_bitwise() {
     for (i, sets) in ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"].into_iter().enumerate() {
         let together = Job::ppo(&format!("together-{i}")).on(2).with(sets).done();
         let apart = placed(&format!("apart-{i}"), 2).with(sets).done();

@@ -6,7 +6,7 @@ use rlhf_hpc::config::optim::{OptimConfig, Schedule};
 use rlhf_hpc::optim::schedule::lr_at;
 
 #[test]
-fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
+fn a_damaged_log_prevents_no_resume_and_its_missing_steps_are_reported() {
     let job = Job::ppo("log").on(2);
     let first = job.clone().with("job.steps=3").done();
     let whole = String::from_utf8(first.read("metrics.jsonl")).expect("text");
@@ -24,7 +24,7 @@ fn a_damaged_log_refuses_no_resume_and_says_what_it_lacks() {
 }
 
 #[test]
-fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
+fn a_file_at_the_path_of_the_export_is_rejected_before_the_first_step() {
     let job = Job::ppo("export-there").with("job.steps=1");
     let out = job.dir.join("export");
     let cases =
@@ -49,7 +49,7 @@ fn what_stands_where_the_export_goes_is_refused_before_the_first_step() {
 }
 
 #[test]
-fn norms_and_learning_rates_are_of_all_updates_of_a_step() {
+fn norms_and_learning_rates_cover_all_updates_of_a_step() {
     let sets = "job.steps=2 optim.actor.schedule=linear optim.actor.warmup_ratio=0.25 optim.actor.floor_ratio=0.0 \
                 checkpoint.every_steps=0";
     let whole = Job::ppo("all-updates").with(sets).done();
@@ -69,7 +69,7 @@ fn norms_and_learning_rates_are_of_all_updates_of_a_step() {
 }
 
 #[test]
-fn only_the_last_rollouts_are_kept_where_that_is_asked_for() {
+fn only_the_last_rollouts_are_kept_on_request() {
     let job = Job::ppo("rollouts-kept").with("metrics.rollouts_keep_last=2");
     job.clone().with("job.steps=3").run().assert(0, &["recorded each step, up to "]);
     let kept = |job: &Job| job.rollouts().keys().cloned().collect::<Vec<_>>();
@@ -80,7 +80,7 @@ fn only_the_last_rollouts_are_kept_where_that_is_asked_for() {
 }
 
 #[test]
-fn rollouts_that_the_disk_cannot_hold_are_refused_or_warned_of_at_the_start() {
+fn rollouts_that_the_disk_cannot_hold_are_rejected_or_warned_of_at_the_start() {
     let dry = |sets: &str| Job::ppo("rollouts-disk").with("checkpoint.every_steps=0").with(sets).dry().run();
     dry("job.steps=1000000000 metrics.rollouts_keep_last=500000000").assert(
         74,

@@ -73,7 +73,7 @@ fn a_response_is_scored_before_the_rollout_has_ended() {
 }
 
 #[test]
-fn a_reward_that_hangs_or_fails_ends_the_run_as_declared_or_on_request_and_the_mended_one_goes_on() {
+fn a_hanging_or_failing_reward_ends_the_run_as_configured_and_a_fixed_one_resumes_it() {
     let (dir, server) = (reward("fixed"), Server::start());
     let fault = dir.join("hangs");
     let while_fault = |mode: &str| http(&server, &format!("{mode}{}", fault.display()));
@@ -109,7 +109,7 @@ fn judge(prompt: &str, pattern: &str, tokens: usize) -> String {
 const JUDGED: &str = "{prompt}{response} of {label}: ";
 
 #[test]
-fn a_judge_scores_what_it_answers_on_any_layout_and_an_answer_without_a_score_is_a_failure() {
+fn a_judge_scores_equally_on_any_layout_and_an_answer_without_a_score_is_a_failure() {
     let of = |name: &str, pattern: &str, prompt: &str| job(name, judge(prompt, pattern, 24)).with("eval.every_steps=2");
     let digit = "[0-9]";
     let drops = |name: &str| of(name, digit, JUDGED).with("reward.on_failure=drop");
@@ -156,7 +156,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 "#;
 
 #[test]
-fn a_judge_that_is_asked_to_stop_loses_no_response_and_the_same_line_goes_on() {
+fn a_judge_that_is_interrupted_loses_no_response_and_the_same_command_resumes() {
     let dir = reward("judge-stops");
     std::fs::write(dir.join("reward.py"), ASKS).expect("writes");
     let sets = "rollout.batch_max=1 eval.every_steps=1 checkpoint.every_steps=0 reward.on_failure=drop";
@@ -216,7 +216,7 @@ fn a_password_in_a_url_is_used_but_nothing_that_a_run_writes_or_prints_contains_
 }
 
 #[test]
-fn a_dry_run_reports_a_server_that_is_not_there() {
+fn a_dry_run_reports_an_unreachable_server() {
     let url = Server::start().url("right");
     let dry = |source: String| job("dead", source).with("reward.retries=0").dry().run();
     dry(format!("reward.http=\"{url}\"")).assert(75, &["reward.http = ", &url, "does not accept connections"]);

@@ -74,7 +74,7 @@ fn the_kl_acts_in_reward_in_loss_or_nowhere_and_its_weight_adapts() {
 }
 
 #[test]
-fn with_a_kept_sampling_mask_training_and_reference_take_the_distribution_that_is_drawn_from() {
+fn with_a_kept_sampling_mask_training_and_reference_use_the_sampled_distribution() {
     for (name, filter) in [("k", "top_k=5"), ("p", "top_p=0.7"), ("min-p", "min_p=0.1")] {
         let sets = format!("rollout.{filter} rollout.keep_sampling_mask=true ppo.epochs=1 ppo.minibatch_samples=16");
         let job = steps(&format!("mask-{name}"), &sets);
@@ -146,7 +146,7 @@ fn vector(job: &Job, step: u64, name: &str) -> Vec<f32> {
 }
 
 #[test]
-fn the_moving_average_is_that_of_the_weights_after_each_step_and_is_exported_beside_them() {
+fn the_moving_average_covers_the_weights_after_each_step_and_is_exported_with_them() {
     let job = Job::sft("averaged").with("checkpoint.every_steps=1 checkpoint.keep_last=0");
     // It begins with the weights that there are.
     job.clone().with("job.steps=1").done();
@@ -178,7 +178,7 @@ fn the_moving_average_is_that_of_the_weights_after_each_step_and_is_exported_bes
 
 /// The arena's own account: a step that kept a buffer would raise the peak of every later one.
 #[test]
-fn steps_of_equal_size_need_no_more_memory_later_than_at_first() {
+fn the_memory_of_steps_of_equal_size_does_not_grow() {
     let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();
     let file = place().join("equal.jsonl");
     std::fs::write(&file, rows).expect("writes");

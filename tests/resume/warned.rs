@@ -59,7 +59,7 @@ const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
 ];
 
 #[test]
-fn what_seldom_is_meant_is_warned_of_once_with_the_key_that_changes_it() {
+fn unusual_settings_cause_one_warning_with_the_key_that_changes_them() {
     for (i, (kind, ranks, steps, sets, said)) in WARNED.iter().enumerate() {
         let rows = match *kind {
             "sft" => "demonstrations",
