@@ -25,7 +25,7 @@ def daemon():
 "#;
 
 #[test]
-fn daemons_of_a_reward_die_with_it_and_others_live() {
+fn daemons_of_a_reward_are_killed_with_it_and_other_processes_are_not() {
     let mut other =
         std::process::Command::new("sleep").arg("1000").stdout(std::process::Stdio::null()).spawn().unwrap();
     let attempts = [
@@ -58,7 +58,7 @@ fn is_dead(pid: &str) -> bool {
 }
 
 #[test]
-fn a_killed_trainer_leaves_no_child_behind() {
+fn a_killed_trainer_leaves_no_child_process() {
     // The trainer that this test starts and kills.
     if let Some(dir) = std::env::var_os("REWARD_TEST_DIR") {
         let mut reward =
@@ -77,7 +77,7 @@ def f(completions, **kwargs):
 "#,
     );
     let mut trainer = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "reward::children::a_killed_trainer_leaves_no_child_behind"])
+        .args(["--exact", "reward::children::a_killed_trainer_leaves_no_child_process"])
         .env("REWARD_TEST_DIR", job.dir.path())
         .stdout(std::process::Stdio::null())
         .spawn()

@@ -124,7 +124,7 @@ fn assert_counts(replies: &[Reply], what: &str) {
 }
 
 #[test]
-fn every_form_of_an_environment_answers_alike_and_keeps_episodes_apart() {
+fn every_form_of_an_environment_gives_equal_answers_and_separates_episodes() {
     for (what, code) in COUNTS {
         let (environment, _dir) = in_python(code);
         let mut environment = environment.unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -143,7 +143,7 @@ fn every_form_of_an_environment_answers_alike_and_keeps_episodes_apart() {
 }
 
 #[test]
-fn turns_are_played_again_where_the_process_that_knew_them_has_died() {
+fn turns_are_replayed_if_their_process_has_died() {
     let (environment, _dir) = in_python(COUNTS[0].1);
     let mut environment = environment.expect("a class");
     let replies = play(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
@@ -176,7 +176,7 @@ fn an_environment_that_cannot_be_used_is_named_before_work_starts() {
 }
 
 #[test]
-fn what_is_no_answer_to_a_turn_is_a_failure_with_its_reason() {
+fn an_invalid_answer_to_a_turn_is_a_failure_with_its_reason() {
     let open = |on_failure: &str| {
         let dir = tempfile::tempdir().expect("a directory");
         let code = "import os, time\nclass Does:\n  def step(self, text): return eval(text)";

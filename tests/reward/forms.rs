@@ -48,7 +48,7 @@ fn calls_of_an_asynchronous_function_are_awaited_together_in_the_order_of_respon
 }
 
 #[test]
-fn one_of_several_awaited_calls_that_fails_costs_no_other_its_score() {
+fn a_failed_awaited_call_does_not_change_other_scores() {
     let job = Job::new(ASYNC);
     for (bad, words) in [
         ("raises", "RuntimeError: out of tea"),
@@ -133,7 +133,7 @@ fn every_signature_of_trl_and_verl_gets_its_arguments() {
 }
 
 #[test]
-fn what_a_function_of_trl_records_is_logged_and_text_is_reported_once_as_not_kept() {
+fn metrics_of_a_trl_function_are_logged_and_text_is_reported_once_as_not_kept() {
     let job = Job::new(
         "def f(completions, log_extra, log_metric, **kwargs):\n    log_extra('level', [1, 2])\n    \
          log_extra('answer', list(completions))\n    log_metric('share', 0.25)\n    return [1, 1]",
@@ -151,7 +151,7 @@ fn what_a_function_of_trl_records_is_logged_and_text_is_reported_once_as_not_kep
 }
 
 #[test]
-fn what_a_function_prints_goes_to_its_log() {
+fn the_output_of_a_function_goes_to_its_log() {
     let job = Job::new(
         "print('ready')\ndef f(completions, **kwargs):\n    print('asked', len(completions))\n    return [0, 0]",
     );

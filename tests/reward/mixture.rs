@@ -21,7 +21,7 @@ fn rewards_mix_by_weight_and_each_is_logged_under_its_name() {
 }
 
 #[test]
-fn rewards_of_one_name_are_told_apart() {
+fn rewards_with_the_same_name_are_distinguished() {
     let mut reward =
         Reward::new(&config("rule = [\"exact\", \"exact\"]"), Path::new("."), &RewardContext::default()).unwrap();
     let scored = reward.score(&[&prompt(0, "", "7")], &[&response("7", 1)]).unwrap();
@@ -40,7 +40,7 @@ fn a_reward_that_abstains_leaves_the_sum_to_the_others() {
 }
 
 #[test]
-fn a_response_from_which_all_abstain_is_an_error_and_not_a_zero() {
+fn a_response_for_which_all_rewards_abstain_is_an_error_and_not_a_zero() {
     let prompts = [prompt(0, "", ""), prompt(9, "", "")];
     let mixed = |others| mix(&[("a", 1.0)], vec![vec![says(Some(1.0)), says(None)]], &prompts.each_ref(), others);
     assert_eq!(mixed(true).unwrap()[1].score, 0.0, "a reward model scores it");

@@ -37,7 +37,7 @@ pub fn response(text: &str, tokens: usize) -> Response {
 }
 
 #[test]
-fn the_function_of_the_recipe_scores_the_last_number_and_takes_a_little_off_for_length() {
+fn the_function_of_the_recipe_scores_the_last_number_and_subtracts_a_length_penalty() {
     let job = python::Job::new(include_str!("../../jobs/recipes/reward.py"));
     let scored = python::scores(&job.score("").unwrap());
     assert!(scored[0] > 0.9 && scored[0] < 1.0 && scored[1] <= 0.0, "{scored:?}");

@@ -117,7 +117,7 @@ def accuracy(prompts, completions, answer, **kwargs):
 }
 
 #[test]
-fn trl_functions_may_abstain_where_another_reward_scores() {
+fn trl_functions_may_abstain_if_another_reward_scores() {
     let job = Job::new("def some(completions, **kwargs):\n    return [0.5, None]");
     let scored =
         job.score("rule = { kind = \"number\", wrong = -1.0 }\npython = { file = \"reward.py\", batch = 0 }").unwrap();
@@ -129,7 +129,7 @@ fn trl_functions_may_abstain_where_another_reward_scores() {
 }
 
 #[test]
-fn text_arrives_exactly() {
+fn text_is_passed_exactly() {
     let texts = ["a\nb\r\n\tc", "\"\\ \u{0} \u{7f} \u{1b}[31m", "\u{2028}\u{85}\u{feff}", "数学 🙂 e\u{301}", " ", ""];
     let job = Job::new(
         r#"
@@ -147,7 +147,7 @@ def f(prompts, completions, labels, source):
 }
 
 #[test]
-fn a_batch_larger_than_any_pipe_goes_through() {
+fn a_batch_larger_than_any_pipe_is_scored() {
     let job = Job::new("def f(completions, **kwargs):\n    return [len(c) for c in completions]");
     let prompts: Vec<Prompt> = (0..3000).map(|i| prompt(i, &"p".repeat(500), "")).collect();
     let responses: Vec<Response> = (0..3000).map(|i| response(&"r".repeat(i), 10)).collect();
@@ -158,7 +158,7 @@ fn a_batch_larger_than_any_pipe_goes_through() {
 }
 
 #[test]
-fn what_the_function_prints_or_reads_does_not_touch_the_protocol() {
+fn output_and_input_of_the_function_do_not_affect_the_protocol() {
     let job = Job::new(
         r#"
 import os, subprocess, sys
@@ -183,7 +183,7 @@ def f(completions, **kwargs):
 }
 
 #[test]
-fn a_flood_of_output_slow_code_and_modules_beside_the_file_are_fine_and_the_child_lives_on() {
+fn much_output_slow_code_and_local_modules_are_allowed_and_the_child_is_kept() {
     let job = Job::new(
         r"
 import sys, time, nearby
@@ -227,7 +227,7 @@ fn calls(job: &Job) -> usize {
 }
 
 #[test]
-fn any_fault_is_tried_again_in_a_fresh_child() {
+fn any_failure_is_retried_in_a_new_child() {
     for (fault, is_loaded) in [
         ("os._exit(3)", false),
         ("time.sleep(1000)", false),
@@ -283,7 +283,7 @@ fn a_child_that_dies_hangs_or_raises_is_named_with_its_attempts_and_no_control_c
 }
 
 #[test]
-fn nonsense_is_never_a_score() {
+fn an_invalid_value_is_never_a_score() {
     for (result, words) in [
         ("[1]", "1 entries for 2 responses"),
         ("[1, 2, 3]", "3 entries for 2 responses"),
@@ -308,7 +308,7 @@ fn nonsense_is_never_a_score() {
 }
 
 #[test]
-fn code_that_writes_into_the_protocol_is_caught() {
+fn code_that_writes_into_the_protocol_is_detected() {
     for (forged, words) in [
         (r#"b"rubbish\n""#, "its answer does not follow the protocol"),
         (r#"b"\xff\xfe\n""#, "its answer does not follow the protocol"),
@@ -338,7 +338,7 @@ def f(completions, **kwargs):
 }
 
 #[test]
-fn what_a_child_gets_of_the_environment_of_memory_and_of_gpus_is_as_configured() {
+fn a_child_gets_the_configured_environment_memory_and_gpus() {
     // Cargo sets CARGO_MANIFEST_DIR for tests: what the child must not see unless it is passed on.
     let passed = "pass_env = [\"CARGO_MANIFEST_DIR\"]";
     let hidden = "[os.environ.get(f'{n}_VISIBLE_DEVICES') for n in ('CUDA', 'HIP', 'ROCR')] == ['', '-1', '']";
@@ -360,7 +360,7 @@ fn what_a_child_gets_of_the_environment_of_memory_and_of_gpus_is_as_configured()
 }
 
 #[test]
-fn files_that_cannot_be_used_are_refused_before_work_starts() {
+fn files_that_cannot_be_used_are_rejected_before_work_starts() {
     for (source, more, words) in [
         ("def f(x):\n    return x", "", "no function has the signature"),
         ("def f(completions): pass\ndef g(completions): pass", "", "several functions have a known signature (f, g)"),
@@ -388,7 +388,7 @@ fn files_that_cannot_be_used_are_refused_before_work_starts() {
 }
 
 #[test]
-fn an_interpreter_that_is_something_else_is_caught() {
+fn an_interpreter_that_is_not_python_is_detected() {
     use std::os::unix::fs::PermissionsExt;
     for (script, words) in [
         ("echo hello", "its answer does not follow the protocol"),
@@ -473,7 +473,7 @@ fn the_examples_of_other_frameworks_run_as_they_are() {
 }
 
 #[test]
-fn a_field_that_some_rows_lack_is_none_there_and_one_that_no_row_has_is_named() {
+fn a_field_missing_in_some_rows_is_none_there_and_one_missing_in_all_rows_is_named() {
     let job = Job::new("def by_task(completions, task):\n    return [1.0 if t == 'math' else None for t in task]");
     let of = |columns| json!({"prompt": "a", "columns": columns});
     let with_rule = "python = { file = \"reward.py\", batch = 0 }\nrule = \"exact\"";

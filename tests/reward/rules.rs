@@ -15,7 +15,7 @@ fn score(toml: &str, label: &str, text: &str) -> f32 {
 }
 
 #[test]
-fn exact_compares_the_whole_text_but_for_white_space_around_it() {
+fn exact_compares_the_whole_text_except_for_surrounding_white_space() {
     let rule = "rule = \"exact\"";
     assert_eq!(score(rule, "42", "42"), 1.0);
     assert_eq!(score(rule, "42", " 42\n"), 1.0);
@@ -28,7 +28,7 @@ fn exact_compares_the_whole_text_but_for_white_space_around_it() {
 }
 
 #[test]
-fn exact_judges_what_extract_cuts_out_of_the_last_match() {
+fn exact_compares_the_text_that_extract_finds_in_the_last_match() {
     let rule = "rule = { kind = \"exact\", extract = '<answer>(.*?)</answer>' }";
     assert_eq!(score(rule, "7", "<answer>3</answer> no: <answer> 7 </answer>"), 1.0);
     assert_eq!(score(rule, "3", "<answer>3</answer> no: <answer>7</answer>"), 0.0);
@@ -78,7 +78,7 @@ fn regex_is_searched_for_and_format_must_match_from_end_to_end() {
 }
 
 #[test]
-fn label_in_a_pattern_stands_for_its_own_text() {
+fn label_in_a_pattern_matches_its_literal_text() {
     let rule = "rule = { kind = \"regex\", pattern = 'answer: {label}$' }";
     assert_eq!(score(rule, "1+1", "answer: 1+1"), 1.0);
     assert_eq!(score(rule, "1+1", "answer: 111"), 0.0);
@@ -106,7 +106,7 @@ fn a_missing_label_is_an_error_and_not_a_zero() {
 }
 
 #[test]
-fn configurations_that_cannot_work_are_refused_by_name() {
+fn invalid_rules_are_rejected_and_the_error_names_the_key() {
     for (toml, word) in [
         ("rule = { kind = \"exact\", pattern = 'a' }", "does not use a pattern"),
         ("rule = { kind = \"regex\", pattern = '(' }", "reward.rule.pattern"),
@@ -121,7 +121,7 @@ fn configurations_that_cannot_work_are_refused_by_name() {
 }
 
 #[test]
-fn a_source_is_a_word_a_table_or_a_list_and_survives_toml() {
+fn a_source_is_a_name_a_table_or_a_list_and_survives_toml() {
     let one = config("rule = \"number\"");
     assert_eq!(one, config("rule = { kind = \"number\" }"));
     assert_eq!(one, config("rule = [\"number\"]"));

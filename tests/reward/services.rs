@@ -65,7 +65,7 @@ fn ends_as_declared(make: &dyn Fn(&str) -> Reward, what: &str, words: &str) {
 }
 
 #[test]
-fn bad_behaviour_ends_as_declared_and_costs_no_other_response_its_score() {
+fn a_failure_is_handled_as_configured_and_does_not_change_other_scores() {
     let server = Server::start();
     // On a busy machine, a good answer may take seconds.
     let limit = |words: &str| if words.contains("within 3 s") { "timeout_s = 3.0" } else { "timeout_s = 60.0" };
@@ -110,7 +110,7 @@ fn a_service_gets_the_columns_of_rows_and_may_answer_with_logs() {
 }
 
 #[test]
-fn several_servers_share_a_reward_and_one_does_what_another_fails_to() {
+fn several_servers_share_a_reward_and_one_answers_for_another_that_fails() {
     let server = Server::start();
     let urls = format!("{{ url = [\"{}\", \"{}\"] }}", server.url("500"), server.url("right"));
     let texts = ["1", "22", "333", "4444", "55555"];
@@ -118,7 +118,7 @@ fn several_servers_share_a_reward_and_one_does_what_another_fails_to() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_named_at_the_start() {
+fn an_unreachable_server_is_named_at_the_start() {
     let url = Server::start().url("right");
     let toml = format!("http = \"{url}\"\nretries = 1");
     let error = Reward::new(&config(&toml), Path::new("."), &RewardContext::default()).unwrap_err();
@@ -152,7 +152,7 @@ fn scores_do_not_depend_on_workers_batches_or_the_order_in_which_responses_end()
 }
 
 #[test]
-fn a_response_is_scored_while_others_are_not_finished_and_a_batch_when_all_of_it_are() {
+fn a_response_is_scored_while_others_are_unfinished_and_a_batch_when_it_is_complete() {
     let job = Job::new(
         "def f(completions, **kwargs):\n    open('-'.join(completions), 'w').close()\n    return [1.0] * len(completions)",
     );
@@ -189,7 +189,7 @@ fn workers_share_the_work() {
 }
 
 #[test]
-fn a_reward_that_never_answers_is_not_asked_for_ever() {
+fn a_reward_that_never_answers_is_not_retried_for_ever() {
     let server = Server::start();
     let url = format!("\"{}\"", server.url("hang/bad"));
     let mut reward = at(&url, "workers = 20\ntimeout_s = 2.0\non_failure = \"drop\"");
