@@ -16,7 +16,7 @@ fn beams(count: usize) -> Beams {
 }
 
 #[test]
-fn a_search_is_the_same_for_any_companions_batch_chunks_and_cache_size() {
+fn a_search_is_the_same_for_any_other_requests_batch_chunk_and_cache_size() {
     let (tiny, prompts) = (llama(), prompts(LENGTHS));
     let config = RolloutConfig { stop_token_ids: (40..50).collect(), ..config(40, 3) };
     let requests = requested(&tiny.transformer, &prompts, &config);
@@ -44,7 +44,7 @@ fn a_search_is_the_same_for_any_companions_batch_chunks_and_cache_size() {
 }
 
 #[test]
-fn scores_are_of_the_recorded_logprobs_which_are_those_of_the_training_forward() {
+fn scores_use_the_recorded_logprobs_which_equal_those_of_the_training_forward() {
     let (tiny, prompts) = (llama(), prompts(LENGTHS));
     let config = RolloutConfig { stop_token_ids: (40..50).collect(), ..config(25, 4) };
     let found = search(&tiny, &config, beams(4), &requested(&tiny.transformer, &prompts, &config)).expect("a search");

@@ -55,7 +55,7 @@ fn bad_words_do_not_occur_and_biases_make_tokens_certain_or_impossible() {
 }
 
 #[test]
-fn requests_without_edits_draw_the_same_beside_others_that_have_them() {
+fn requests_without_edits_sample_the_same_next_to_requests_with_edits() {
     let (tiny, prompts) = (llama(), prompts(&[8, 33, 20]));
     let config = RolloutConfig { repetition_penalty: 1.1, ..config(25, 2) };
     let plain = requested(&tiny.transformer, &prompts, &config);
@@ -73,7 +73,7 @@ fn requests_without_edits_draw_the_same_beside_others_that_have_them() {
 }
 
 #[test]
-fn the_likeliest_tokens_are_told_with_the_logprobs_that_are_recorded() {
+fn the_likeliest_tokens_are_returned_with_the_recorded_logprobs() {
     let (tiny, prompts) = (llama(), prompts(&[8, 33]));
     for (temperature, top_p) in [(0.0, 1.0), (0.7, 0.5)] {
         let config = RolloutConfig { temperature, top_p, ..config(20, 3) };
@@ -99,7 +99,7 @@ fn the_likeliest_tokens_are_told_with_the_logprobs_that_are_recorded() {
 }
 
 #[test]
-fn a_request_with_a_seed_of_its_own_draws_by_that_wherever_it_stands() {
+fn a_request_with_its_own_seed_samples_from_it_at_any_position() {
     let (tiny, prompts) = (llama(), prompts(&[8, 33]));
     let requests = requested(&tiny.transformer, &prompts, &config(20, 2));
     let own = Rng::new(42, Purpose::Sample);

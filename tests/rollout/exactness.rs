@@ -38,7 +38,7 @@ fn recorded_logprobs_equal_the_training_forward_bitwise() {
 }
 
 #[test]
-fn filters_and_greedy_decoding_leave_the_recorded_logprob_that_of_the_plain_softmax() {
+fn with_filters_and_greedy_decoding_the_recorded_logprob_is_that_of_the_plain_softmax() {
     let prompts = prompts(&[9, 40]);
     let tiny = llama();
     let filtered = RolloutConfig { top_p: 0.8, top_k: 20, repetition_penalty: 1.2, ..config(30, 3) };
@@ -53,7 +53,7 @@ fn filters_and_greedy_decoding_leave_the_recorded_logprob_that_of_the_plain_soft
 }
 
 #[test]
-fn with_a_kept_sampling_mask_the_recorded_logprob_is_that_of_training_and_of_the_draw() {
+fn with_a_kept_sampling_mask_the_recorded_logprob_is_that_of_training_and_of_sampling() {
     let (tiny, prompts) = (llama(), prompts(&[9, 40]));
     let plain = RolloutConfig { temperature: 0.8, response_tokens_min: 6, ..config(30, 3) };
     for filtered in [
@@ -80,7 +80,7 @@ fn with_a_kept_sampling_mask_the_recorded_logprob_is_that_of_training_and_of_the
 }
 
 #[test]
-fn responses_are_the_same_for_any_batch_chunk_cache_size_and_thread_count() {
+fn responses_are_the_same_for_any_batch_chunk_and_cache_size_and_thread_count() {
     let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33]));
     let expected = responses(&tiny, &config(60, 4), &prompts);
     let alike = |changed: RolloutConfig, what: &str| {
@@ -103,7 +103,7 @@ fn responses_are_the_same_for_any_batch_chunk_cache_size_and_thread_count() {
 }
 
 #[test]
-fn a_full_cache_takes_pages_away_and_the_responses_stay_the_same() {
+fn preemption_in_a_full_cache_changes_no_response() {
     let tiny = llama();
     let prompts = prompts(&[20; 24]);
     let requests = requested(&tiny.transformer, &prompts, &config(150, 1));
@@ -140,7 +140,7 @@ fn a_response_does_not_depend_on_the_other_requests_or_their_order() {
 }
 
 #[test]
-fn prompts_that_begin_alike_share_pages_and_give_what_each_gives_alone() {
+fn prompts_with_a_common_prefix_share_pages_and_get_the_same_responses_as_alone() {
     let (tiny, mut prompts) = (llama(), prompts(&[90, 75, 100, 66]));
     for i in 1..4 {
         let head = prompts[0].tokens[..70].to_vec();
@@ -179,7 +179,7 @@ fn samples_and_steps_differ_and_the_same_step_repeats() {
 }
 
 #[test]
-fn a_stopped_rollout_keeps_what_is_finished_and_the_rest_is_drawn_again_the_same() {
+fn a_stopped_rollout_keeps_finished_responses_and_samples_the_rest_again_identically() {
     let (tiny, prompts) = (llama(), prompts(&[5; 30]));
     let config = RolloutConfig { batch_max: 4, ..config(20, 1) };
     let requests = requested(&tiny.transformer, &prompts, &config);

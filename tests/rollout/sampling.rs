@@ -95,7 +95,7 @@ fn combinations() -> Vec<SampleParams> {
 }
 
 #[test]
-fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_filters() {
+fn samples_and_logprobs_equal_a_naive_f64_loop_for_every_combination_of_filters() {
     let rng = Rng::new(3, Purpose::Sample);
     for (i, (v, scale)) in [(5, 1.0), (37, 2.0), (300, 3.0), (2048, 0.3), (3001, 4.0)].into_iter().enumerate() {
         let logits = normal_rows(1, v, scale, 40 + i as u64);
@@ -127,7 +127,7 @@ fn draws_and_logprobs_are_those_of_a_naive_f64_loop_for_every_combination_of_fil
 }
 
 #[test]
-fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked() {
+fn a_flat_or_peaked_large_vocabulary_is_filtered_like_in_the_naive_loop() {
     for (i, scale) in [0.0, 0.05, 3.0, 12.0].into_iter().enumerate() {
         let logits = normal_rows(1, 151_936, scale, 90 + i as u64);
         for (top_p, top_k) in [(0.2, 0), (0.9, 1000), (0.999, 0), (0.999, 1000)] {
@@ -146,7 +146,7 @@ fn a_large_vocabulary_is_filtered_as_the_naive_loop_says_whether_flat_or_peaked(
 }
 
 #[test]
-fn biases_come_before_all_else_and_leave_the_recorded_logprob() {
+fn biases_are_applied_first_and_do_not_change_the_recorded_logprob() {
     let (seen, bias) = ([3, 9, 9, 11], [(2, 1.5), (9, -2.0), (11, 40.0)]);
     let logits = normal_rows(1, 37, 2.0, 44);
     let mut biased = logits.row(0).to_vec();
@@ -175,7 +175,7 @@ fn support(logits: &[f32], params: SampleParams) -> Vec<u32> {
 }
 
 #[test]
-fn top_p_takes_equal_probabilities_lowest_token_first() {
+fn top_p_keeps_equal_probabilities_lowest_token_first() {
     let params = SampleParams { top_p: 0.485, ..SampleParams::plain(1.0) };
     assert_eq!(support(&[1.0; 100], params), (0..49).collect::<Vec<u32>>());
 }
@@ -188,7 +188,7 @@ fn top_k_keeps_k_tokens_and_ties_with_the_last_of_them() {
 }
 
 #[test]
-fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones() {
+fn temperature_zero_selects_the_largest_logit_and_the_lowest_token_of_equal_ones() {
     let logits = [0.5, 2.0, -1.0, 2.0];
     for uniform in [0.0, 0.4, 0.999] {
         let sampled = draw(&logits, SampleParams::greedy(), uniform, &[], &[]);
@@ -201,7 +201,7 @@ fn temperature_zero_takes_the_largest_logit_and_the_lowest_token_of_equal_ones()
 }
 
 #[test]
-fn a_row_is_drawn_the_same_for_any_companions_threads_and_instruction_set() {
+fn a_row_samples_the_same_token_for_any_other_rows_threads_and_instruction_set() {
     let logits = normal_rows(23, 5000, 2.0, 6);
     let rng = Rng::new(1, Purpose::Sample);
     let params = |i: usize| match i % 3 {
@@ -229,7 +229,7 @@ fn a_row_is_drawn_the_same_for_any_companions_threads_and_instruction_set() {
 }
 
 #[test]
-fn a_row_that_is_not_finite_has_a_logprob_that_is_not_a_number() {
+fn a_non_finite_row_has_a_nan_logprob() {
     for bad in [f32::NAN, f32::INFINITY] {
         let mut logits = vec![0.5; 100];
         logits[70] = bad;
@@ -240,7 +240,7 @@ fn a_row_that_is_not_finite_has_a_logprob_that_is_not_a_number() {
 }
 
 #[test]
-fn a_vocabulary_in_parts_draws_the_same_tokens_with_the_same_logprobs_but_for_rounding() {
+fn a_sharded_vocabulary_samples_the_same_tokens_and_logprobs_up_to_rounding() {
     let logits = normal_rows(40, 1003, 3.0, 8);
     let rng = Rng::new(4, Purpose::Sample);
     let filtered = SampleParams { temperature: 0.8, top_k: 50, top_p: 0.9, min_p: 0.01, repetition_penalty: 1.2 };

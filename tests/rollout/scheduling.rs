@@ -209,7 +209,7 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
 }
 
 #[test]
-fn a_rollout_expects_the_lengths_of_the_one_before_and_admits_as_many_as_these_leave_room_for() {
+fn a_rollout_expects_the_lengths_of_the_previous_one_and_admits_as_many_as_then_fit() {
     let (specs, lengths) = (groups(&[10; 24], 1, 500), [20; 24]);
     let run = |new_tokens_before| {
         let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: 40, new_tokens_before };
@@ -225,7 +225,7 @@ fn a_rollout_expects_the_lengths_of_the_one_before_and_admits_as_many_as_these_l
 }
 
 #[test]
-fn a_prompt_is_read_once_for_all_its_samples() {
+fn a_prompt_is_prefilled_once_for_all_its_samples() {
     let prompts = [100, 31, 32, 33, 1];
     for batch_max in [3, 7, 100] {
         let specs = groups(&prompts, 6, 20);
@@ -238,7 +238,7 @@ fn a_prompt_is_read_once_for_all_its_samples() {
 }
 
 #[test]
-fn pages_that_prompts_begin_with_in_common_are_read_once() {
+fn pages_of_a_common_prefix_are_prefilled_once() {
     // Of 70 common tokens two pages are whole; the last page of a prompt is its own, as its logits are wanted.
     let prompts = [100, 90, 71, 64, 65, 30, 100];
     for batch_max in [1, 4, 100] {
@@ -253,7 +253,7 @@ fn pages_that_prompts_begin_with_in_common_are_read_once() {
 }
 
 #[test]
-fn a_finished_sequence_leaves_its_lane_at_once() {
+fn a_finished_sequence_frees_its_slot_at_once() {
     // 2 lanes, one long sequence: the 30 short ones pass through the other lane one after another.
     let specs = groups(&[5; 31], 1, 200);
     let mut lengths = [6; 31];
@@ -265,7 +265,7 @@ fn a_finished_sequence_leaves_its_lane_at_once() {
 }
 
 #[test]
-fn a_pool_for_few_sequences_runs_the_rest_in_waves_without_giving_pages_back() {
+fn a_pool_for_few_sequences_runs_the_others_later_without_preemption() {
     // Full-length responses are what the scheduler expects at first: it never has to take pages away.
     let specs = groups(&[40; 20], 1, 100);
     let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139), new_tokens_before: None };
@@ -276,7 +276,7 @@ fn a_pool_for_few_sequences_runs_the_rest_in_waves_without_giving_pages_back() {
 }
 
 #[test]
-fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_free_is_told() {
+fn decoding_sequences_get_pages_while_some_are_free_and_a_freed_slot_is_reported() {
     let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 8, new_tokens_before: None };
     let mut scheduler = Scheduler::new(groups(&[PAGE - 2; 3], 1, 70), limits).expect("each fits");
     assert!(scheduler.admit().is_empty());
@@ -301,7 +301,7 @@ fn sequences_that_decode_get_pages_while_some_are_free_and_a_lane_that_comes_fre
 }
 
 #[test]
-fn prompts_that_are_answered_once_want_no_page_beside_those_of_their_rows() {
+fn prompts_with_one_sample_need_only_the_pages_of_their_rows() {
     // The last new token is never fed: 32 tokens of 16 + 17 fill a page.
     let once = groups(&[PAGE / 2, PAGE / 2], 1, PAGE / 2 + 1);
     assert_eq!(pages_wanted(once.iter().copied(), 8), 2);

@@ -13,7 +13,7 @@ use serde_json::json;
 use std::sync::Arc;
 
 #[test]
-fn with_ignore_eos_responses_go_on_after_end_tokens() {
+fn with_ignore_eos_responses_continue_after_end_tokens() {
     let (tiny, prompts) = (llama(), prompts(&[5; 20]));
     let sampled = responses(&tiny, &RolloutConfig { ignore_eos: true, ..config(60, 1) }, &prompts);
     assert!(sampled.iter().all(|r| r.finish == Finish::Length && r.tokens.len() == 60));
@@ -31,7 +31,7 @@ fn a_stop_token_of_the_config_ends_a_response_also_with_ignore_eos() {
 }
 
 #[test]
-fn no_end_token_is_drawn_before_the_least_length() {
+fn no_end_token_is_sampled_before_the_minimum_length() {
     let (tiny, prompts) = (llama(), prompts(&[5; 60]));
     let sampled = responses(&tiny, &RolloutConfig { response_tokens_min: 25, ..config(60, 1) }, &prompts);
     assert!(sampled.iter().all(|r| r.tokens.len() > 25 && !r.tokens[..25].contains(&2)));
@@ -39,7 +39,7 @@ fn no_end_token_is_drawn_before_the_least_length() {
 }
 
 #[test]
-fn a_response_ends_where_the_context_does() {
+fn a_response_ends_at_the_end_of_the_context() {
     let (tiny, prompts) = (llama(), prompts(&[CONTEXT - 6]));
     let config = RolloutConfig { ignore_eos: true, ..config(60, 2) };
     for response in responses(&tiny, &config, &prompts) {
@@ -48,7 +48,7 @@ fn a_response_ends_where_the_context_does() {
 }
 
 #[test]
-fn empty_prompts_and_prompts_as_long_as_the_context_are_refused_by_id() {
+fn empty_prompts_and_prompts_as_long_as_the_context_are_rejected_with_their_id() {
     let stop = Arc::new(Stop::default());
     for tokens in [vec![], vec![3; CONTEXT]] {
         let prompt = Prompt { id: 77, tokens, ..Prompt::default() };
@@ -58,7 +58,7 @@ fn empty_prompts_and_prompts_as_long_as_the_context_are_refused_by_id() {
 }
 
 #[test]
-fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
+fn a_cache_too_small_for_one_sequence_is_rejected_with_the_key_to_raise() {
     let (tiny, prompts) = (llama(), prompts(&[100]));
     let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes(DType::F32) as u64, ..config(60, 1) };
     let error =
@@ -70,7 +70,7 @@ fn a_cache_too_small_for_one_sequence_is_refused_with_the_key_to_raise() {
 }
 
 #[test]
-fn weights_that_are_not_finite_end_the_rollout_with_a_clear_fault() {
+fn non_finite_weights_end_the_rollout_with_a_clear_error() {
     let mut tiny = llama();
     let (place, unit) =
         (tiny.weights.table.specs().last().expect("a parameter").offset, tiny.weights.table.units().len() - 1);
@@ -155,7 +155,7 @@ fn a_special_token_can_be_named_as_stop_text() {
 }
 
 #[test]
-fn stop_texts_without_a_tokenizer_are_refused() {
+fn stop_texts_without_a_tokenizer_are_rejected() {
     let (tiny, prompts) = (llama(), prompts(&[5]));
     let config = RolloutConfig { stop: vec!["x".to_owned()], ..config(5, 1) };
     let error = run(&tiny, &config, &requested(&tiny.transformer, &prompts, &config), None).expect_err("no tokenizer");

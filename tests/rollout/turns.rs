@@ -66,7 +66,7 @@ fn given(response: &Response) -> usize {
 }
 
 #[test]
-fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_marked() {
+fn sampled_tokens_have_the_logprobs_of_the_training_forward_and_others_are_marked() {
     let (tiny, prompts) = (llama(), prompts(&[1, 70, 31, 32, 5]));
     for config in [ends(90), RolloutConfig { top_k: 60, keep_sampling_mask: true, ..ends(90) }] {
         let responses = answered(&tiny, &config, &prompts, 0).complete().expect("all");
@@ -93,7 +93,7 @@ fn drawn_tokens_have_the_logprobs_of_the_training_forward_and_given_ones_are_mar
 }
 
 #[test]
-fn turns_are_the_same_whenever_their_answers_come_and_however_full_the_cache_is() {
+fn turns_are_the_same_for_any_answer_time_and_any_cache_size() {
     let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33, 20, 21, 22, 9, 9, 9, 9, 9, 9, 9, 9]));
     let expected = answered(&tiny, &ends(150), &prompts, 0);
     let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
