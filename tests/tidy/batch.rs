@@ -25,7 +25,7 @@ fn job_of(script: &File) -> String {
 }
 
 #[test]
-fn each_batch_script_asks_for_the_ranks_and_the_devices_of_its_job() {
+fn each_batch_script_requests_the_ranks_and_the_devices_of_its_job() {
     for script in scripts() {
         let (name, asked) = (&script.name, asked(&script));
         let number = |option: &str| asked[option].parse::<usize>().unwrap_or_else(|_| panic!("{name}: --{option}"));
@@ -107,7 +107,7 @@ fn line<'a>(text: &'a str, start: &str) -> &'a str {
 }
 
 #[test]
-fn each_batch_script_starts_its_job_from_either_folder_and_goes_back_to_the_queue() {
+fn each_batch_script_starts_its_job_from_either_folder_and_requeues_itself() {
     for script in scripts() {
         let on_gpus = asked(&script).contains_key("gpus-per-node");
         for folder in [root(), root().join("jobs")] {

@@ -26,7 +26,7 @@ const ORDER: [&str; 13] = [
 ];
 
 #[test]
-fn gpu_sh_asks_for_rates_of_products_first_and_for_far_tensors_last() {
+fn gpu_sh_measures_gemm_rates_first_and_tests_far_tensors_last() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let write = |name: &str, text: &str| {

@@ -65,14 +65,14 @@ fn the_manual_shows_the_default_of_every_key() {
 }
 
 #[test]
-fn the_manual_says_something_about_every_key() {
+fn the_manual_explains_every_key() {
     for line in lines(&manual()) {
         assert!(line.comment.trim().len() >= 10, "{} has no words", line.path);
     }
 }
 
 #[test]
-fn the_manual_names_every_word_that_a_key_may_be() {
+fn the_manual_lists_every_allowed_value_of_a_key() {
     let mut keys = 0;
     for line in lines(&manual()).iter().filter(|line| line.value.starts_with('"')) {
         let (table, key) = line.path.rsplit_once('.').unwrap();
@@ -117,7 +117,7 @@ fn the_manual_shows_the_tables_of_rewards_and_sets_with_their_defaults() {
 }
 
 #[test]
-fn every_job_in_the_tree_is_a_good_one() {
+fn every_job_in_the_tree_is_valid() {
     let found = files("jobs", &[".toml"]);
     assert!(found.len() >= 4, "{} jobs", found.len());
     for path in found.iter().map(|file| root().join(&file.name)) {

@@ -42,7 +42,7 @@ fn files_have_at_most_500_lines_and_functions_70() {
 }
 
 #[test]
-fn unsafe_stands_only_where_the_design_puts_it_and_says_why() {
+fn unsafe_occurs_only_in_its_modules_and_with_a_safety_comment() {
     let mut faults = Vec::new();
     for file in files("src", &[".rs"]) {
         let allowed = ["src/device/", "src/comm/", "src/sys/", "src/tensor/arena.rs"];
@@ -64,7 +64,7 @@ fn unsafe_stands_only_where_the_design_puts_it_and_says_why() {
 }
 
 #[test]
-fn no_unfinished_work_no_features_no_banned_names_and_tests_left_aside_only_for_tests_long_sh() {
+fn there_is_no_unfinished_work_no_feature_no_banned_name_and_only_long_tests_are_ignored() {
     let mut faults = Vec::new();
     for file in rust() {
         let names = ["utils", "util", "helpers", "helper", "common", "misc"];

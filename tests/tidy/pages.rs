@@ -51,7 +51,7 @@ fn help_lists_every_page_and_prints_it() {
 }
 
 #[test]
-fn the_pages_name_only_keys_that_there_are() {
+fn the_pages_name_only_existing_keys() {
     let reference = fs::read_to_string(root().join("jobs/reference.toml")).unwrap();
     let (mut table, mut keys, mut tables) = (String::new(), BTreeSet::new(), BTreeSet::new());
     let name_of = Regex::new(r"^\[+([a-z_.]+)\]+$").unwrap();
@@ -89,7 +89,7 @@ fn the_jobs_of_the_pages_are_toml_of_known_keys() {
 }
 
 #[test]
-fn the_pages_name_only_verbs_options_and_pages_that_there_are() {
+fn the_pages_name_only_existing_verbs_options_and_pages() {
     let help = printed(&["--help"]);
     let verbs = found(r"(?m)^  ([a-z]+) ", help.split("Examples:").next().unwrap());
     let options = |text: &str| found(r"(--[a-z][a-z-]*)", text).into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
@@ -123,7 +123,7 @@ fn the_pages_name_only_verbs_options_and_pages_that_there_are() {
 /// A row of the pages for users of other systems: a word of theirs in a job is an error that names our key. A heading "Keys of
 /// TABLE" names the table of the words below it.
 #[test]
-fn what_other_systems_call_a_key_leads_to_the_key_that_the_page_names() {
+fn a_key_of_another_system_leads_to_the_key_that_the_page_names() {
     let (mut faults, mut rows) = (Vec::new(), 0);
     for page in pages().iter().filter(|page| page.name.contains("/from-")) {
         let mut table = String::new();

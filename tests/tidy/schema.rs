@@ -97,7 +97,7 @@ fn every_job_in_the_tree_conforms_to_the_schema() {
 }
 
 #[test]
-fn the_schema_takes_the_short_forms_and_refuses_what_a_start_refuses() {
+fn the_schema_accepts_the_short_forms_and_rejects_the_jobs_that_a_start_rejects() {
     let of = |line: &str| {
         let required = "job.kind = \"ppo\"\nmodel.actor = \"m\"\ndata.prompts = \"p\"\n";
         faults(&schema(), &job(&format!("{required}{line}\n")), "")

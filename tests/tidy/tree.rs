@@ -25,7 +25,7 @@ fn every_golden_has_the_script_that_makes_it_and_is_small() {
 }
 
 #[test]
-fn scripts_that_are_run_by_name_can_be_executed() {
+fn scripts_that_are_run_by_name_are_executable() {
     let mut faults = Vec::new();
     walk(&root(), &mut |path| {
         let text = fs::read(path).unwrap_or_default();
