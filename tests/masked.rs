@@ -94,7 +94,7 @@ fn step(config: &Config, altered: bool) -> (Metrics, Vec<(String, f64)>, Vec<f32
 }
 
 #[test]
-fn numbers_of_an_environments_tokens_change_neither_loss_nor_weights_nor_metrics() {
+fn values_at_environment_tokens_change_neither_loss_nor_weights_nor_metrics() {
     let estimators = [
         Estimator::Gae,
         Estimator::ReinforcePp,
