@@ -69,7 +69,7 @@ fn leftovers_of_a_killed_run_are_removed_only_at_the_next_start() {
         fs::create_dir(root.path().join(left)).expect("makes");
         fs::write(root.path().join(left).join("actor.bin"), "half").expect("writes");
     }
-    // The old directory of a step whose replacement did not arrive.
+    // The old directory of a step, whose replacement was not committed.
     save_step(root.path(), 3, 3).expect("saves");
     fs::rename(root.path().join("step-3"), root.path().join(".step-3.old")).expect("renames");
     fs::write(root.path().join("notes.txt"), "mine").expect("writes");
