@@ -1,11 +1,11 @@
-//! The program, and what is asserted of its end.
+//! The program, and assertions about its end.
 
 use crate::process::{Ended, Running, launched};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The program in a directory under mpirun with `ranks` ranks, or alone with 0; to be started.
+/// The command for the program in a directory: under mpirun with `ranks` ranks, or alone with 0.
 pub fn program(dir: &Path, ranks: usize) -> Command {
     let mut command = launched(Path::new(env!("CARGO_BIN_EXE_rlhf-hpc")), ranks);
     command.current_dir(dir);
@@ -31,31 +31,31 @@ pub fn run_onto(dir: &Path, stdout: impl Into<Stdio>, arguments: &[&str]) -> End
     Running::new(command).end()
 }
 
-/// Copies files and folders of `dir`, named as in a shell, into the folder `to`.
+/// Copies files and folders of `dir`, given as shell patterns, into the folder `to`.
 pub fn copy(dir: &Path, names: &str, to: &Path) {
     let line = format!("mkdir -p \"$0\" && cp -r {names} \"$0\"");
     let status = Command::new("sh").args(["-c", &line]).arg(to).current_dir(dir).status();
     assert!(status.is_ok_and(|status| status.success()), "{names} to {}", to.display());
 }
 
-/// The values of lines of JSON.
+/// The values of JSON lines.
 pub fn rows(lines: &str) -> Vec<Value> {
     lines.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
 }
 
 impl Ended {
-    /// Ended well.
+    /// Asserts success.
     #[track_caller]
     pub fn well(self) -> Self {
         assert_eq!(self.code, Some(0), "{}{}", self.stdout, self.stderr);
         self
     }
 
-    /// Ended with this code and one error, in whose words (the hint among them) are all of `words`.
+    /// Asserts this exit code and one error that contains all of `words`, its hint included.
     #[track_caller]
     pub fn refused(self, code: i32, words: &[&str]) -> Self {
         assert_eq!(self.code, Some(code), "{}{}", self.stdout, self.stderr);
-        // Open MPI 5 leaves a space of its own before what follows its banner.
+        // Open MPI 5 adds a space after its banner.
         let errors = self.stderr.lines().filter(|line| line.trim_start().starts_with("error: ")).count();
         assert_eq!(errors, 1, "an error is said once:\n{}", self.stderr);
         let said = &self.stderr[self.stderr.find("error: ").expect("counted above")..];
@@ -66,7 +66,7 @@ impl Ended {
         self
     }
 
-    /// Its error came with a hint that holds `words`, if there are any.
+    /// Asserts that the error has a hint with `words`, if there are any.
     #[track_caller]
     pub fn hinted(self, words: &str) -> Self {
         let hint = self.stderr.lines().find_map(|line| line.strip_prefix("hint: "));
@@ -75,7 +75,7 @@ impl Ended {
         self
     }
 
-    /// Ended with `code`, each text once on standard error.
+    /// Asserts the exit code `code`, and each text once on standard error.
     #[track_caller]
     pub fn assert(&self, code: i32, once: &[&str]) {
         assert_eq!(self.code, Some(code), "{}", self.stderr);

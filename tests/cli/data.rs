@@ -1,4 +1,4 @@
-//! Data that a job cannot use, and the handling of every row of data that it can.
+//! Data that a job cannot use, and the use of every row of valid data.
 
 use super::fixture::Fixture;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 #[test]
 fn data_is_checked_before_model_weights_are_read() {
     let fixture = Fixture::new();
-    // Whatever reads these ends there.
+    // Any reader of these fails.
     fixture.write("model/model.safetensors", "no weights");
     fixture.write("bad.jsonl", "{\"prompt\": \"2+2=\", \"answer\": 4, \"response\": \"4\"}\nno row\n");
     for kind in ["ppo", "sft"] {
@@ -189,7 +189,7 @@ fn swapped_tokens_in_a_shard_are_detected_by_a_start_a_dry_run_and_a_resume() {
     assert!(fixture.path("run/inputs.json").exists());
     swap_tokens(&fixture, "questions.bin");
     fixture.job(&["checkpoint.changed_inputs=accept"]).refused(65, &words);
-    // A shard of another program has no hashes until it was opened once.
+    // A shard of another program has no hashes until it is opened for the first time.
     std::fs::remove_file(fixture.path("questions.json")).unwrap();
     let all = ["data.prompt_split=", "data.eval_split=", "eval.every_steps=0", "reward.rule=length"];
     fixture.job(&[&all[..], &["job.dir=other"]].concat()).well();
@@ -250,7 +250,7 @@ fn a_run_directory_with_a_checkpoint_of_another_shape_is_rejected() {
     let before = fixture.text("run/metrics.jsonl");
     let ended = fixture.job(&["job.kind=sft", "data.prompts=[\"demonstrations\"]"]);
     ended.refused(2, &["cannot resume with", "job.kind = \"sft\" (was \"ppo\")"]).hinted("another job.dir");
-    // The directory is the same, what is in it is not.
+    // The directory is the same, its contents are not.
     let remake = |change: fn(&mut Value)| {
         fixture.edit("config.json", change);
         std::fs::remove_dir_all(fixture.path("model")).expect("it is there");

@@ -1,4 +1,4 @@
-//! Model directories as they are found: what their small files add, what is not a model, and results that exist.
+//! Model directories as users have them: their small files, directories without a model, and existing results.
 
 use super::command::rows;
 use super::fixture::Fixture;

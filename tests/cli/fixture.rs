@@ -66,7 +66,7 @@ impl Fixture {
         fs::write(path, bytes).expect("a file");
     }
 
-    /// Copies the files of a folder to another, which keeps its own.
+    /// Copies the files of a folder into another one, whose other files stay.
     pub fn copy(&self, from: &str, to: &str) {
         command::copy(self.root(), &format!("{from}/."), &self.path(to));
     }
@@ -86,7 +86,7 @@ impl Fixture {
         self.write(name, value.to_string());
     }
 
-    /// Every file below a folder of the fixture, with what it holds.
+    /// Every file below a folder of the fixture, with its contents.
     pub fn files(&self, name: &str) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut files = Vec::new();
         collect(self.root(), &self.path(name), &mut files);

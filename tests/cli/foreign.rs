@@ -1,4 +1,4 @@
-//! Words of other systems, on the command line and in a job: the error names ours.
+//! Keys and options of other systems, on the command line and in a job: the error names ours.
 
 use super::fixture::Fixture;
 use rlhf_hpc::config;

@@ -71,7 +71,7 @@ fn sampling_fields_of_a_row_act_like_the_options_of_the_same_names() {
         let got: Vec<&Value> = got.iter().filter(|answer| answer["id"] == i).collect();
         assert_eq!(got, want.iter().collect::<Vec<_>>(), "{options}");
     }
-    // A row with a seed of its own is drawn as the first row of that --seed, wherever it stands.
+    // A row with its own seed is sampled like the first row of that --seed, at any position.
     let seeded = of_rows(&[row(1), row(2), with(3, &json!({"seed": 9}))], "--max-new-tokens 9");
     assert_eq!(seeded[2]["tokens"], of_rows(&[row(3)], "--max-new-tokens 9 --seed 9")[0]["tokens"]);
 }

@@ -1,4 +1,4 @@
-//! `jobs` and `schema`: what a job of one's own starts from.
+//! `jobs` and `schema`: starting points for your own job.
 
 use super::command;
 use super::fixture::Fixture;
@@ -71,7 +71,7 @@ fn the_command_in_the_7b_recipe_plans_it_without_weights() {
     let fixture = Fixture::new();
     let copied = fixture.run(&["jobs", "copy", "ppo-7b", "--to", "big.toml"]).well();
     let next = copied.stderr.lines().find_map(|line| line.strip_prefix("next:   rlhf-hpc ")).expect("a command");
-    // Fewer prompts than it has are planned sooner.
+    // Fewer prompts make planning faster.
     let plan = fixture.run(&next.split(' ').chain(["rollout.prompts_per_step=128"]).collect::<Vec<_>>()).well();
     assert!(plan.stdout.contains("a800") && plan.stdout.contains("16 ranks"), "{}", plan.stdout);
 }
@@ -141,7 +141,7 @@ fn the_7b_recipe_runs_at_a_thousandth_of_its_size_on_4_ranks() {
     let lines = command::rows(&fixture.text("run/metrics.jsonl"));
     let numbers = |key: &str| lines.iter().filter_map(|line| line[key].as_f64()).collect::<Vec<f64>>();
     assert_eq!(numbers("logprob_gap_max"), [0.0, 0.0]);
-    // One number of each step is what the reward model says of its responses.
+    // A metric of each step is the score of the reward model.
     let (scores, spread) = (numbers("score_mean"), numbers("reward_std"));
     assert!(scores.len() == 2 && scores[0] != 0.0 && spread.iter().all(|std| *std > 0.0), "{scores:?}, {spread:?}");
     // Before the first step and after the last.
@@ -153,7 +153,7 @@ fn the_7b_recipe_runs_at_a_thousandth_of_its_size_on_4_ranks() {
 fn a_step_that_would_take_hours_on_cpus_is_rejected_if_the_device_is_automatic() {
     let fixture = Fixture::new();
     fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "big"]).well();
-    // As many parameters as a model of 7B has, in few layers, which are planned sooner.
+    // As many parameters as a 7B model, in few layers, which makes planning faster.
     fixture.edit("big/config.json", |config| {
         for (key, value) in [
             ("hidden_size", 16384),
@@ -171,7 +171,7 @@ fn a_step_that_would_take_hours_on_cpus_is_rejected_if_the_device_is_automatic()
     let open = run("job.device=auto");
     assert!(open.stderr.contains("hours, according to the plan"), "{}", open.stderr);
     open.refused(2, &["no GPU: ", "on these CPUs a step would take about "]).hinted("job.device = \"cpu\"");
-    // A job that asks for CPUs gets them, and comes to the weights that this model lacks.
+    // A job with device = "cpu" gets CPUs, and then fails as this model has no weights.
     let asked = run("job.device=cpu");
     assert!(asked.stderr.contains("safetensors") && !asked.stderr.contains("hours"), "{}", asked.stderr);
 }

@@ -1,12 +1,11 @@
-//! Keys of a job and overrides of the command line: what is wrong is named before anything is made.
+//! Keys of a job and overrides on the command line: errors are reported before anything is created.
 
 use super::command;
 use super::fixture::Fixture;
 use rlhf_hpc::config;
 use rlhf_hpc::error::format_bytes;
 
-/// The fixture's job with an override, as the program reads and checks it at its start: refused with all of `words`,
-/// the hint among them.
+/// Asserts that the start-up checks of the fixture's job with an override fail with all of `words`, the hint included.
 fn is_refused(fixture: &Fixture, sets: &[String], words: &[&str]) {
     let error = config::load(&fixture.path("job.toml"), sets).and_then(|config| config.check()).expect_err("refused");
     let said = format!("{}\n{}", error.message, error.hint.as_deref().unwrap_or_default());
@@ -53,7 +52,7 @@ fn errors_in_a_job_file_name_the_line_or_the_key() {
     }
 }
 
-/// Overrides of the command line, and the words of the refusal and of its hint.
+/// Overrides on the command line, and fragments of the error and of its hint.
 const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // No such key, no assignment.
     (
@@ -78,7 +77,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["data.prompts=[]"], &["data.prompts is empty"], "shard prefixes or files of rows"),
     (&["model.actor="], &["model.actor must be a directory"], ""),
     (&["job.dir="], &["job.dir must be a directory"], ""),
-    // Of a later release.
+    // A key of a later release.
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     // Meshes.
     (&["mesh.pipeline=2"], &["mesh.pipeline must be 1"], "mesh.pipeline = 1"),
@@ -151,7 +150,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
         &["ppo.overlong_tokens_max must be at least", "= 9 (got 8)"],
         "",
     ),
-    // Evaluations that say nothing.
+    // Evaluations without a result.
     (
         &["job.kind=sft", "data.eval_sets=[{name=\"a\",prompts=\"a\"}]"],
         &["data.eval_sets is for ppo and eval jobs; sft jobs evaluate on data.eval_split only"],
@@ -234,7 +233,7 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["data.chat_template_args.thinks=true"], &["needs data.chat_template = true"], ""),
 ];
 
-/// Without ranks, models and files where the keys alone show it, else by the program.
+/// Checks in this process if the keys alone show the error, else with the program.
 #[test]
 fn errors_in_an_override_show_the_correct_form() {
     let fixture = Fixture::new();
@@ -259,7 +258,7 @@ fn an_evaluation_needs_prompts_or_eval_sets() {
     assert!(of(&[]).expect_err("no rows").message.contains("data.prompts is missing"));
 }
 
-/// Keys as other systems call them, in the table where a user might write them, and what is said.
+/// Keys of other systems, in the table where a user might write them, and the error.
 const WORDS: &[(&str, &str)] = &[
     ("ppo.learning_rate", "`optim.actor.lr`"),
     ("job.lr", "`optim.actor.lr` or `optim.critic.lr`"),
@@ -408,7 +407,7 @@ fn a_dry_run_changes_nothing_in_the_run_directory() {
     dry(&rows);
     assert!(!fixture.path("run").exists(), "nor makes one");
     fixture.job(&["job.steps=1"]).well();
-    // What a start would clean up, and records that it would mend.
+    // Leftovers that a start would remove, and records that it would repair.
     fixture.write("run/checkpoints/.step-9.partial/x", "x");
     fixture.write("run/.export.new-1/x", "x");
     fixture.write("run/metrics.jsonl", fixture.text("run/metrics.jsonl") + "{\"torn");

@@ -1,4 +1,4 @@
-//! Tests of the program as its users meet it: the release binary, its exit codes and its words.
+//! Tests of the program from the outside: the binary, its exit codes and its messages.
 
 pub mod command;
 mod compose;

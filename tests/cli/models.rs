@@ -95,7 +95,7 @@ fn a_reward_model_with_another_tokenizer_reads_the_texts_and_scores_as_the_verb_
     let mut samples = rows(&fixture.run(&["samples", "run", "--json"]).well().stdout);
     let finished = |how: &str| samples.iter().filter(|sample| sample["finish"] == how).count();
     assert!(samples.len() == 16 && finished("stop") > 0 && finished("length") > 0, "{samples:?}");
-    // Records show a NUL by its picture.
+    // Records show a NUL as its control picture.
     samples.retain(|sample| !sample["response"].as_str().expect("a text").contains('␀'));
     let row = |sample: &Value| {
         let end = if sample["finish"] == "stop" { "<|end|>" } else { "" };

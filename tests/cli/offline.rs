@@ -1,4 +1,4 @@
-//! The offline verbs: rows in, rows out, and the row that is wrong by its number.
+//! The offline verbs: rows in, rows out, and errors that name the number of the row.
 
 use super::command;
 use super::fixture::Fixture;
@@ -140,7 +140,7 @@ fn the_error_of_a_model_that_overflows_names_the_row_and_the_layer() {
     for (verb, model) in [("logprobs", "model"), ("reward", "critic")] {
         let weights = format!("{model}/model.safetensors");
         let mut bytes = fixture.read(&weights);
-        // Gate and up of the MLP are finite, and overflow in silu(g) * u where the row of the embedding is positive.
+        // Gate and up of the MLP are finite, and silu(g) * u overflows if the embedding's row is positive.
         for (name, token, value) in [
             ("model.embed_tokens.weight", Some(1), -1.0f32),
             ("model.embed_tokens.weight", Some(2), -1.0),
@@ -200,7 +200,7 @@ fn paths_that_are_not_regular_files_are_named_and_hang_nothing() {
     }
 }
 
-/// The answers of a verb to rows, for a model of the fixture.
+/// The output rows of a verb for input rows, with a model of the fixture.
 pub fn answers(fixture: &Fixture, verb: &str, model: &str, rows: &[Value], more: &[&str]) -> Vec<Value> {
     fixture.jsonl("rows.jsonl", rows);
     command::rows(&fixture.run(&[&[verb, "--model", model, "--input", "rows.jsonl"], more].concat()).well().stdout)
@@ -327,14 +327,14 @@ fn generated_rows_are_scored_and_selected_with_all_fields_and_can_be_trained_on(
     let fixture = Fixture::new();
     fixture.job(&[]).well();
     fixture.run(&["export", "run", "--out", "critic", "--role", "critic"]).well();
-    // Rows with demonstrations, which are not what the model answers.
+    // Rows with demonstrations, which differ from the model's answers.
     let asked = |i: i32| json!({"prompt": format!("{i}+{i}="), "answer": 2 * i, "response": "a demonstration"});
     let asked: Vec<Value> = (1..6).map(asked).collect();
     let options = ["--samples", "6", "--max-new-tokens", "6", "--ignore-eos"];
     let drawn = answers(&fixture, "generate", "model", &asked, &options);
     let mut scored = answers(&fixture, "reward", "critic", &drawn, &[]);
     assert_eq!(scored.len(), 30);
-    // As a trained model would have ended them: but for each third one.
+    // Ends two of three responses, as a trained model would.
     scored.iter_mut().enumerate().filter(|(i, _)| i % 3 > 0).for_each(|(_, row)| row["finish"] = json!("stop"));
     let of = |prompt: &Value| -> Vec<&Value> { scored.iter().filter(|row| row["prompt"] == *prompt).collect() };
     let reward = |row: &Value| row["reward"].as_f64().expect("a number");
@@ -354,7 +354,7 @@ fn generated_rows_are_scored_and_selected_with_all_fields_and_can_be_trained_on(
         let better = scored.iter().find(|one| one["prompt"] == row["prompt"] && one["text"] == row["chosen"]);
         assert_eq!(row["margin"], json!(reward(better.expect("a response")) - worst));
     }
-    // What is selected trains.
+    // A job trains on the selected rows.
     fixture.jsonl("pairs.jsonl", &pairs);
     fixture
         .run(&[
@@ -386,7 +386,7 @@ fn generated_rows_are_scored_and_selected_with_all_fields_and_can_be_trained_on(
         fixture.jsonl("rows.jsonl", &[row]);
         fixture.run(&["select", "--input", "rows.jsonl"]).refused(65, &[words]);
     }
-    // Pairs need whole responses as well as different rewards: the hint names what is missing.
+    // Pairs need complete responses and different rewards: the hint names the missing one.
     for (finish, hint) in [("length", "--max-new-tokens"), ("stop", "different rewards")] {
         let row = |reward: i32| json!({"prompt": "a", "response": "b", "reward": reward, "finish": finish});
         fixture.jsonl("rows.jsonl", &[row(1), row(2)]);
@@ -404,7 +404,7 @@ fn a_checkpoint_exports_like_its_run_and_a_damaged_one_is_not_exported() {
     for file in ["model.safetensors", "tokenizer.json", of_tools] {
         assert!(fixture.read(&format!("again/{file}")) == fixture.read(&format!("run/export/{file}")), "{file}");
     }
-    // A folder that holds something else is not overwritten.
+    // A folder with other contents is not overwritten.
     fixture.write("mine/notes.txt", "keep");
     fixture.run(&["export", "run", "--out", "mine"]).refused(2, &["mine"]);
     assert_eq!(fixture.text("mine/notes.txt"), "keep");
@@ -424,10 +424,10 @@ fn the_device_is_reported_and_a_missing_or_unsuitable_device_is_rejected() {
         let run = |more: &[&str]| fixture.run(&[&[verb, "--model", "model", "--input", "rows.jsonl"], more].concat());
         let chosen = run(&[]).well();
         let line = chosen.stderr.lines().next().expect("a line").to_owned();
-        // Nobody asked for a GPU: what its kernels lack is no reason.
+        // The device is automatic: missing kernels of a GPU are not an error.
         assert!(line.starts_with(&format!("{verb}: ")) && line.contains(" in f32, no GPU: "), "{line}");
         assert!(!line.contains("--device"), "{line}");
-        // Heads of 8 are no GPU's: said before anybody looks for one that was asked for.
+        // No GPU kernel supports heads of 8: the error comes before the search for a GPU.
         let words = "the head dim must be one of 32, 64, 80, 96, 128, 256 with --device gpu (got 8)";
         run(&["--device", "gpu"]).refused(2, &[words]).hinted("--device cpu");
         run(&["--device", "gpu", "--dtype", "f32"]).refused(2, &["--dtype f32"]).hinted("--dtype bf16");

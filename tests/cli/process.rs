@@ -13,7 +13,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// The program by a line of the shell.
+/// The program, started by a shell command.
 fn in_shell(fixture: &Fixture, before: &str, arguments: &str, redirected: &str) -> Ended {
     let line = format!("{before} exec {} {arguments} {redirected}", env!("CARGO_BIN_EXE_rlhf-hpc"));
     let mut shell = launched(Path::new("bash"), 0);
@@ -54,14 +54,14 @@ fn a_dry_run_follows_no_link_and_changes_nothing() {
     link("precious", ".run.dry-run");
     dry().refused(2, &[".run.dry-run must be a directory of dry runs (got a symbolic link)"]).hinted("remove it");
     fs::remove_file(fixture.path(".run.dry-run")).unwrap();
-    // What a killed dry run left, of a run that is gone.
+    // Leftovers of a killed dry run, whose run no longer exists.
     fs::create_dir(fixture.path(".run.dry-run")).unwrap();
     fs::create_dir(fixture.path("run")).unwrap();
     link("../run/metrics.jsonl", ".run.dry-run/metrics.jsonl");
     link("../precious/data", ".run.dry-run/data");
     dry().well();
     assert!(!fixture.path(".run.dry-run").exists() && !fixture.path("run/metrics.jsonl").exists());
-    // A run directory that is a link, whose links lead nowhere.
+    // A run directory that is a link, with dangling links in it.
     fs::rename(fixture.path("run"), fixture.path("elsewhere")).unwrap();
     fs::create_dir(fixture.path("elsewhere/checkpoints")).unwrap();
     link("elsewhere", "run");
@@ -121,14 +121,14 @@ fn a_verb_without_a_checkpoint_dies_of_signals_as_usual() {
     for (name, number) in [("USR1", 10), ("USR2", 12), ("HUP", 1), ("XCPU", 24), ("TERM", 15), ("INT", 2)] {
         for after_ms in [0, 20, 300] {
             let bare = program(fixture.root(), 0);
-            // A job of a shell's background is started with SIGINT ignored.
+            // A shell starts background jobs with SIGINT ignored.
             let mut verb = Command::new("env");
             verb.arg("--default-signal=INT").arg(bare.get_program()).current_dir(fixture.root());
             verb.envs(bare.get_envs().filter_map(|(name, value)| Some((name, value?))));
             verb.args(["logprobs", "--model", "model", "--input", "-", "--device", "cpu"]);
             let mut running = verb.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let _open = running.stdin.take();
-            // Until it is the program it is `env`, which may still ignore the signal.
+            // Before it executes the program the process is `env`, which may still ignore the signal.
             let exe = format!("/proc/{}/exe", running.id());
             while fs::read_link(&exe).is_ok_and(|exe| exe != Path::new(bare.get_program())) {
                 std::thread::sleep(Duration::from_millis(1));

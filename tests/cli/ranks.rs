@@ -1,4 +1,4 @@
-//! Errors under a launcher: said once, not once a rank, and every rank ends.
+//! Errors under a launcher: printed once, not once per rank, and every rank ends.
 
 use super::command;
 use super::fixture::Fixture;

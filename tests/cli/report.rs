@@ -7,8 +7,8 @@ use std::process::Command;
 
 const HOSTILE: &str = "</script><img src=x onerror=\"document.title='hit'\">\u{1b}[31m";
 
-/// Damages of a recorded step without a checksum: zeros in the heap of its texts, where HDF5 reads for ever; a text that
-/// is not UTF-8; and no file of HDF5.
+/// Damaged recorded steps without a checksum: zeros in the heap of the texts, which HDF5 reads for ever; a text that is
+/// not UTF-8; and a file that is not HDF5.
 fn damages(bytes: &[u8]) -> [(Vec<u8>, &'static str); 3] {
     let mut zeroed = bytes.to_vec();
     let heap = zeroed.windows(4).position(|four| four == b"GCOL").expect("the texts have a heap");
@@ -157,7 +157,7 @@ fn preferences_are_shown_with_their_rewards(fixture: &Fixture) {
         let last: Value = serde_json::from_str(metrics.lines().last().expect("a line")).expect("JSON");
         let correct = all.iter().filter(|row| row["correct"] == true).count();
         let accuracy = number(&last, "eval_accuracy");
-        // Of steps, of which a row has two that must both be right.
+        // A row has two steps, which must both be right.
         let is_near =
             if kind == "step_reward" { accuracy >= correct as f64 / 3.0 } else { accuracy == correct as f64 / 3.0 };
         assert!(is_near, "{correct} right: {last}");
@@ -174,7 +174,7 @@ fn preferences_are_shown_with_their_rewards(fixture: &Fixture) {
             );
             for row in &all {
                 let p: Vec<f64> = row["rewards"].as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
-                // Of two reward tokens the wanted one is p or 1 - p.
+                // With two reward tokens, the probability of the right one is p or 1 - p.
                 let margins = if row["labels"][0] == "a" {
                     [2.0 * p[0] - 1.0, 1.0 - 2.0 * p[1]]
                 } else {
@@ -211,7 +211,7 @@ fn a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(fixture:
         assert_eq!(complaints, "", "{kind}");
         let class = if kind == "step_reward" { "steps" } else { "pair" };
         let rows = between(&dom, &format!("<div class=\"responses {class}\">"), "</article>");
-        // Of the evaluations before the first step and after both, the one that is chosen is shown.
+        // Evaluations ran before the first step and after both. The selected one is shown.
         assert_eq!((rows.len(), dom.matches("<div class=\"step\" hidden=\"\">").count()), (9, 2), "{kind}");
         assert!(rows.iter().all(|row| row.matches("<div class=\"response\">").count() == sides), "{kind}: {rows:?}");
         assert!(titles.iter().all(|title| dom.contains(title)), "{kind}: {titles:?}");
@@ -220,7 +220,7 @@ fn a_report_has_sides_side_by_side_the_steps_of_a_text_and_their_curves(fixture:
     }
 }
 
-/// The page as a browser has it once its script has run, and the script's complaints; none where there is no browser.
+/// The page in a browser after its script has run, and the errors of the script. `None` without a browser.
 fn browsed(fixture: &Fixture, page: &str) -> Option<(String, String)> {
     let browser = std::env::var("RLHF_CHROMIUM").unwrap_or_else(|_| "chromium".into());
     let profile = fixture.path("profile");

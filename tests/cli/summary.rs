@@ -67,7 +67,7 @@ fn an_evaluation_of_all_rows_shows_their_key_and_mean_scores() {
     let whole = ["job.kind=eval", "data.prompt_split=", "data.eval_split="];
     let ended = fixture.job(&whole).well();
     assert!(ended.stderr.contains("\n  data.prompts  ") && !ended.stderr.contains("eval split"), "{}", ended.stderr);
-    // A single value has no course.
+    // A single value has no curve.
     assert!(!ended.stderr.contains(" ->"), "{}", ended.stderr);
     let samples = fixture.run(&["samples", "run"]).well();
     assert!(samples.stdout.contains("correct, score ") && !samples.stdout.contains("margin"), "{}", samples.stdout);
@@ -78,7 +78,7 @@ fn an_evaluation_of_all_rows_shows_their_key_and_mean_scores() {
 #[test]
 fn a_dry_run_of_a_job_for_gpus_checks_the_rest_on_a_machine_without_one() {
     let fixture = Fixture::new();
-    // Kernels take heads of 32 and more.
+    // Kernels support heads of 32 and more.
     fixture.edit("config.json", |config| {
         (config["num_attention_heads"], config["num_key_value_heads"]) = (json!(1), json!(1));
     });

@@ -17,7 +17,7 @@ fn fixture() -> Fixture {
     fixture
 }
 
-/// The tokens that `generate` begins with.
+/// The prompt tokens of `generate`.
 fn begun(fixture: &Fixture, model: &str, row: &Value, options: &[&str]) -> Value {
     let all = [options, &["--max-new-tokens", "1"]].concat();
     answers(fixture, "generate", model, std::slice::from_ref(row), &all)[0]["prompt_tokens"].clone()
@@ -62,7 +62,7 @@ fn text_prompts_use_the_template_on_request_or_like_the_job_that_exported_the_mo
         assert_eq!(begun(&fixture, model, &text, &plain), of_text);
         ask(model, &[]).assert(0, &[TAKEN]);
     }
-    // A job without the template says nothing of it.
+    // A job without the template does not mention it.
     let next = ["job.dir=plain", "model.actor=chat/export"];
     let ended = fixture.job(&[&job[..], &keys, &next].concat()).well();
     assert!(!ended.stderr.contains("unknown key"), "{}", ended.stderr);

@@ -1,11 +1,11 @@
-//! Foreign text on a terminal: control characters are shown, not obeyed.
+//! Foreign text on a terminal: control characters are made visible and have no effect.
 
 use super::fixture::Fixture;
 use serde_json::json;
 use std::fs;
 use std::process::{Command, Stdio};
 
-/// What a terminal shows of a line of the shell that runs the program.
+/// The terminal output of a shell command that runs the program.
 fn on_terminal(fixture: &Fixture, arguments: &str) -> String {
     let line = format!("{} {arguments}", env!("CARGO_BIN_EXE_rlhf-hpc"));
     let mut script = Command::new("script");
@@ -37,7 +37,7 @@ fn rows_and_names_of_files_cannot_control_a_terminal() {
     assert!(piped.stdout.contains('\u{9b}'), "{:?}", piped.stdout);
     let shown = on_terminal(&fixture, select);
     assert!(shown.contains("\\x9b2J\\x7f\\u{202e}") && !shown.contains(['\u{9b}', '\x7f', '\u{202e}']), "{shown:?}");
-    // Messages are for people, in a file of a log, too.
+    // Messages are for people, also in a log file.
     let missing = fixture.run(&["run", "\x1b[2J.toml"]);
     assert!(missing.stderr.contains("\\x1b[2J.toml") && !missing.stderr.contains('\x1b'), "{:?}", missing.stderr);
     let name = "\x1b]0;owned\x07.jsonl";

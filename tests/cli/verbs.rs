@@ -34,7 +34,7 @@ fn the_version_is_that_of_the_package() {
     }
 }
 
-/// Command lines, the exit code, and the words of the refusal and of its hint.
+/// Command lines, the exit code, and fragments of the error and of its hint.
 const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     // Verbs of a later release, and misspelt ones.
     ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "use one of run, "),
@@ -131,7 +131,7 @@ fn info_describes_this_machine_and_this_binary() {
 
 #[test]
 fn without_a_driver_info_reports_why_the_cpu_is_used() {
-    // SAFETY: the driver's initialisers ask nothing of the process that opens it.
+    // SAFETY: the driver's initialisers have no requirements for the process that opens it.
     if unsafe { libloading::Library::new("libcuda.so.1") }.is_ok() {
         return;
     }
@@ -150,8 +150,8 @@ fn info_shows_the_resources_of_kernels_if_nvcc_reported_them() {
     }
 }
 
-/// Shared libraries that the binary itself asks for. `ldd` would list theirs, too: what the site's libmpi needs in turn
-/// is the site's business.
+/// Shared libraries that the binary itself needs. `ldd` would also list the dependencies of the site's libmpi, which
+/// differ between sites.
 fn needed() -> Vec<String> {
     let binary = env!("CARGO_BIN_EXE_rlhf-hpc");
     let out = Command::new("readelf").args(["-d", "--wide", binary]).output().expect("readelf (Debian: binutils)");
