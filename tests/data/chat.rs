@@ -66,7 +66,7 @@ fn the_ids_of_a_conversation_are_the_concatenated_ids_of_its_turns() {
         let apply = |messages: Value| template.apply(&messages, &none, true).unwrap();
         let answer = json!({"role": "assistant", "content": "It is 46."});
         let (prompt, whole) = (apply(json!([question])), apply(json!([question, answer, more])));
-        // What a model draws: the answer as the template prints it, and the token that ends it.
+        // The model's response: the answer as the template prints it, and the end token.
         let end = golden["templates"][name]["eos"].as_str().unwrap();
         let rendered =
             whole.strip_prefix(&prompt).and_then(|rest| rest.split(end).next()).unwrap_or_else(|| panic!("{name}"));
@@ -123,8 +123,8 @@ fn a_template_with_unbounded_memory_stack_or_time_is_an_error() {
     crate::alone("data::chat::a_template_with_unbounded_memory_stack_or_time_is_an_error", endless_templates_fail);
 }
 
-/// In a process of its own: a thread whose stack is used up stays, with whatever lock it held, and a fork would wait
-/// for that.
+/// Runs in its own process: a thread that has used up its stack stays and keeps its locks, and a fork would wait for
+/// them.
 fn endless_templates_fail() {
     let terms = |n: usize| format!("{{{{ 1{} }}}}", "+1".repeat(n));
     let nested = |n: usize| format!("{{{{ {}{} }}}}", "[".repeat(n), "]".repeat(n));
@@ -169,7 +169,7 @@ fn endless_templates_fail() {
                     "{shown}: {error}"
                 );
             }
-            // What is done within the bounds is done.
+            // A template within the bounds works.
             Ok(text) => assert!(words.is_empty(), "{shown}: {} bytes", text.len()),
         }
     }

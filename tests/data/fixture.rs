@@ -1,4 +1,4 @@
-//! A tokenizer and rows to shard, in a directory that vanishes.
+//! A tokenizer and rows to shard, in a temporary directory.
 
 use std::fs;
 use std::path::PathBuf;

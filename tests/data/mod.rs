@@ -1,4 +1,4 @@
-//! Tests of tokens, shards, splits, order and the account of rows.
+//! Tests of tokens, shards, splits, the order of rows and their ledger.
 
 mod chat;
 mod files;

@@ -60,7 +60,7 @@ fn the_common_prefix_of_whole_conversations_or_texts_is_their_prompt() {
     let fixture = Fixture::new();
     let before = [says("user", "1?"), says("assistant", "one"), says("user", "2?")];
     let whole = |last: &str| Value::from([&before[..], &[says("assistant", last)]].concat());
-    // The answers begin alike: they are apart from the last message on.
+    // The answers have a common prefix, but the pair differs from the last message on.
     let row = json!({"chosen": whole("two, yes"), "rejected": whole("two, no")});
     let document = pair(&fixture, &row, &chat());
     let text = |i: usize| fixture.tokenizer.decode(&document[i], false).unwrap();
@@ -77,7 +77,7 @@ fn the_common_prefix_of_whole_conversations_or_texts_is_their_prompt() {
         }
         assert_ne!(document[1][0], document[2][0], "all that is alike is prompt");
     }
-    // Of a side that the other begins with, a token stays.
+    // If one side is a prefix of the other, it keeps one token.
     let row = json!({"chosen": [5, 6], "rejected": [5, 6, 7]});
     assert_eq!(pair(&fixture, &row, &config("")), [vec![5], vec![6], vec![6, 7]]);
 }

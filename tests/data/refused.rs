@@ -1,4 +1,4 @@
-//! Rows that are not what they should be.
+//! Invalid rows.
 
 use std::fs;
 
@@ -87,7 +87,7 @@ const CHATS: &[(&str, &str)] = &[
     ),
 ];
 
-/// A row that is good as any part but for its label.
+/// A row that is valid except for its label.
 const GOOD: &str =
     r#"{"prompt": "x", "response": "y", "chosen": "y", "rejected": "z", "margin": 1, "answer": 1, "label": LABEL}"#;
 

@@ -154,7 +154,7 @@ fn the_first_of_several_bad_rows_is_named() {
 fn a_file_without_rows_and_a_missing_file_are_rejected() {
     let fixture = Fixture::new();
     for text in ["", "\n", "  \n\n"] {
-        // Blank lines at the end are no rows, so these files have none.
+        // Blank lines are not rows, so these files have none.
         let error = shard(&fixture, &fixture.text("empty.jsonl", text), RowKind::Prompt, &config("")).unwrap_err();
         assert!(error.message.contains("empty.jsonl has no rows"), "{error}");
     }

@@ -176,7 +176,7 @@ fn a_shard_of_another_program_is_scanned_once_and_gets_a_sidecar() {
     for suffix in [".bin", ".idx"] {
         assert_eq!(scanned["files"][suffix], written["files"][suffix]);
     }
-    // The second opening believes the sidecar.
+    // The second opening uses the sidecar.
     let mut believed = scanned.clone();
     believed["token_max"] = serde_json::json!(1234);
     fs::write(suffixed(&prefix, ".json"), believed.to_string()).unwrap();
@@ -220,7 +220,7 @@ fn a_file_is_hashed_again_if_it_changed_with_equal_size_and_mtime() {
     let (bytes, first, read) = hash(&mut Hashes::read(&cache));
     assert_eq!((bytes, read), (3, 3));
     assert_eq!(hash(&mut Hashes::read(&cache)), (3, first.clone(), 0));
-    // Clocks of file systems tick a few milliseconds apart.
+    // File system clocks have a resolution of a few milliseconds.
     std::thread::sleep(std::time::Duration::from_millis(30));
     fs::write(&path, "two").unwrap();
     fs::File::options().write(true).open(&path).unwrap().set_modified(mtime).unwrap();
@@ -230,7 +230,7 @@ fn a_file_is_hashed_again_if_it_changed_with_equal_size_and_mtime() {
     assert_eq!(hash(&mut Hashes::read(&cache)), (3, second, 3), "a damaged cache holds nothing");
 }
 
-/// 60 GB of tokens, all of them holes in the file: reading them would take longer than anyone waits for a test.
+/// 60 GB of tokens in a sparse file. Reading them would take minutes.
 #[test]
 fn opening_a_shard_reads_none_of_its_tokens() {
     let dir = tempfile::tempdir().unwrap();

@@ -28,7 +28,7 @@ fn an_epoch_yields_every_row_once_and_the_next_epoch_has_another_order() {
     let fixture = Fixture::new();
     let mut source = fixture.prompts(&config(&fixture.jsonl("q.jsonl", &questions(103))), 5).unwrap();
     let mut handed = Vec::new();
-    // 103 is no multiple of 10: batches cross the end of the epoch.
+    // 103 is not a multiple of 10, so batches cross the end of the epoch.
     for _ in 0..21 {
         let batch = source.next(10).unwrap();
         assert_eq!(batch.len(), 10);
@@ -64,7 +64,7 @@ fn pretraining_rows_depend_only_on_the_step_and_contain_every_token_of_their_tex
     let ledger = source.ledger().clone();
     let steps: Vec<_> = (1..200).map(|step| source.pretrain(step, 3).unwrap()).collect();
     assert_eq!(*source.ledger(), ledger, "the job's own rows alone are accounted for");
-    // Any step alone gives the same: nothing is kept from one to the next.
+    // A single step gives the same rows: no state is kept between steps.
     assert_eq!(fixture.sft(&config, 5).unwrap().pretrain(80, 3).unwrap(), steps[79]);
     let other = fixture.sft(&config, 6).unwrap().pretrain(1, 30).unwrap();
     assert_ne!(steps[..10].concat(), other, "another seed, another order");
@@ -138,7 +138,7 @@ fn rows_stay_in_their_split_when_rows_are_added() {
 #[test]
 fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     let fixture = Fixture::new();
-    // Row 5 evaluates; its prompt occurs again as a training row.
+    // Row 5 is an evaluation row, and its prompt occurs again in a training row.
     let mut rows = questions(60);
     rows.push(json!({"prompt": rows[5]["prompt"], "response": "x", "answer": 0, "split": "train", "hardness": 0}));
     let split = SplitConfig { by: SplitBy::Field, ..SplitConfig::default() };
@@ -151,7 +151,7 @@ fn an_eval_row_never_trains_even_where_it_occurs_twice() {
     assert_eq!(source.epoch_rows(), 48);
     assert_eq!((source.ledger().held_out, source.ledger().filtered["same_prompt_in_eval_split"]), (12, 1));
     source.ledger().check().unwrap();
-    // Which row that was, and why, can be looked up.
+    // The ledger has the row and the reason.
     let path = fixture.path("ledger.jsonl");
     source.write_filtered(&path, 0).unwrap();
     let line: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -183,7 +183,7 @@ fn rows_of_named_sets_evaluate_by_their_names_and_their_prompts_never_train() {
     let of = |i: usize| (found[i].0.as_str(), found[i].1.len(), found[i].1[0].label.as_str());
     assert_eq!((of(0), of(1)), (("own", 2, "1"), ("some", 4, "0")));
     assert_eq!((source.eval_rows(0).unwrap().len(), source.eval_sets(1).unwrap()[0].1.len()), (0, 1));
-    // Ids tell rows of sets from those that train, and a reward looks up fields by them.
+    // Ids distinguish rows of sets from training rows, and a reward looks up fields by them.
     let ids: BTreeSet<u64> = found.iter().flat_map(|(_, rows)| rows).map(|row| row.id).collect();
     assert!(ids.len() == 6 && ids.iter().all(|id| *id >= 40), "{ids:?}");
     let lookup = source.lookup(&config);
@@ -193,7 +193,7 @@ fn rows_of_named_sets_evaluate_by_their_names_and_their_prompts_never_train() {
     assert_eq!((ledger.rows, ledger.held_out, ledger.filtered["other_split"]), (62, 6, 16));
     assert_eq!((source.epoch_rows(), ledger.filtered["same_prompt_in_eval_split"]), (36, 4));
     assert!(texts(&found[1].1).is_disjoint(&texts(&source.next(36).unwrap())));
-    // Without a split that trains, all rows evaluate.
+    // Without a training split, all rows are evaluation rows.
     let alone = fixture.prompts(&DataConfig { only_evaluates: true, ..config }, 0).unwrap();
     assert_eq!((alone.epoch_rows(), alone.eval_rows(0).unwrap().len(), alone.eval_sets(0).unwrap().len()), (0, 40, 2));
 }
@@ -355,7 +355,7 @@ fn weighted_sources_are_sampled_by_their_weights() {
     let handed = source.next(400).unwrap();
     let of_a = handed.iter().filter(|p| p.source == a).count();
     assert!((260..340).contains(&of_a), "{of_a} of 400");
-    // Each source is still walked in epochs: no row of `a` occurs more often than the others by two.
+    // Each source still runs in epochs: the counts of two rows of `a` differ by less than two.
     let mut times: HashMap<u64, usize> = HashMap::new();
     handed.iter().filter(|p| p.source == a).for_each(|p| *times.entry(p.id).or_default() += 1);
     assert!(times.len() == 50 && times.values().max().unwrap() - times.values().min().unwrap() <= 1);
@@ -380,7 +380,7 @@ fn length_groups_are_sorted_within_and_shuffled_between() {
 fn a_jsonl_file_is_sharded_once_and_again_when_it_changes() {
     let fixture = Fixture::new();
     let config = config(&fixture.jsonl("q.jsonl", &questions(20)));
-    // A shard that is written again is another file, whatever its name.
+    // A shard that is written again is another file, even with the same name.
     let shards = || -> BTreeSet<u64> {
         fixture.prepared(&config, RowKind::Prompt).unwrap();
         let files = std::fs::read_dir(fixture.cache()).unwrap().flatten();

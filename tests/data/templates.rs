@@ -12,9 +12,9 @@ const TINY: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "a
 
 /// Templates of the golden table that the engine renders in another way. The list may only shrink.
 const DIFFERENT: [&str; 28] = [
-    // The engine takes a keyword where Python 3.11 takes none.
+    // The engine accepts a keyword that Python 3.11 rejects.
     "{{ path.replace('a', 'x', count=1) }}",
-    // Forms of str.format that the engine lacks are errors.
+    // Unsupported forms of str.format are errors.
     "{{ '{:.2f} {:05d} {:,} {:x} {:e} {:%}'.format(3.14159, 42, 1234567, 255, 12345.678, 0.25) }}",
     "{{ '{:+} {!r} {!s}'.format(5, 'q', none) }}",
     "{{ '{a[k]} {b.real}'.format(a={'k': 1}, b=2) }}",
@@ -27,7 +27,7 @@ const DIFFERENT: [&str; 28] = [
     "{{ rows | groupby('role') | list }}",
     "{{ range(3) }}",
     "{{ range(3) | tojson }}",
-    // Filters and functions for web pages are unknown.
+    // Filters and functions for web pages are not supported.
     "{{ 'one two three four' | wordwrap(9) }}",
     "{{ '<b>a</b>' | striptags }}",
     "{{ 'a b&c' | urlencode }}",

@@ -40,7 +40,7 @@ fn decoding_inverts_encoding_digits_are_single_tokens_and_no_text_has_two_bos() 
         assert_eq!(fixture.tokenizer.encode(text, false).unwrap(), tokens[1..]);
     }
     assert_eq!(fixture.tokenizer.encode("1234567890", false).unwrap().len(), 10);
-    // A text that carries its own BOS is refused.
+    // A text with its own BOS is rejected.
     let error = fixture.tokenizer.encode("<|begin|>what", true).unwrap_err();
     assert_eq!(error.kind, Kind::Data);
     assert!(error.message.contains("two BOS"), "{error}");
@@ -192,7 +192,7 @@ fn a_pattern_whose_time_doubles_with_each_character_is_an_error() {
             assert!(error.message.contains("retry-limit"), "{pattern}: {error}");
         }
     }
-    // Each place of the text is within the limit of one match, all together are not.
+    // Each position of the text is within the limit of one match, their sum is not.
     let split = json!({"type": "Split", "pattern": {"Regex": "a*a*$"}, "behavior": "Isolated", "invert": false});
     let error = Tokenizer::load(by_hand(&[("pre_tokenizer", split)]).path()).unwrap().encode(&text, false).unwrap_err();
     assert!(error.message.contains("retry-limit"), "{error}");
