@@ -143,7 +143,7 @@ fn aggregation_and_cross_entropy_agree() {
         ("sft_loss", "lp", "m", 1.0),
     ] {
         for case in cases(name) {
-            // Cross-entropy aggregates minus the log-probability; theirs aggregates any loss.
+            // Our cross-entropy aggregates the negative log-probability, OpenRLHF's function any loss.
             let numbers: Vec<Vec<f32>> =
                 case.rows(tokens).iter().map(|row| row.iter().map(|x| sign * x).collect()).collect();
             let masks = case.masks(mask_name);
@@ -227,12 +227,12 @@ fn gae_returns_and_rewards_per_token_agree() {
         let place = |i: usize| {
             let kl = case.rows("kl")[i].clone();
             let mut sample = Experience { kl, mask: masks[i].clone(), ..Experience::default() };
-            // Theirs turns a negative coefficient off; ours is refused by PpoConfig::check.
+            // OpenRLHF ignores a negative coefficient. PpoConfig::check rejects it.
             scores::place(case.arg("kl_coef").unwrap().max(0.0), numbers[i], &mut sample);
             sample.rewards
         };
         let got: Vec<_> = (0..masks.len()).map(place).collect();
-        // Outside the mask theirs holds -beta * kl, ours 0.
+        // At masked tokens OpenRLHF's value is -beta * kl, ours is 0.
         close_rows(&got, &only_masked(&rows(&case.out["reward"]), &masks), &case.args);
     }
 }
@@ -241,7 +241,7 @@ fn gae_returns_and_rewards_per_token_agree() {
 fn whitening_agrees() {
     for case in cases("masked_normalize") {
         let (tensor, masks) = (case.rows("tensor"), case.masks("mask"));
-        // Theirs is over each row here; ours is over the batch, so a batch of one row.
+        // OpenRLHF normalises each row here, ours the batch, so each batch has one row.
         for i in 0..tensor.len() {
             let mut one =
                 [Experience { advantages: tensor[i].clone(), mask: masks[i].clone(), ..Experience::default() }];
@@ -348,7 +348,7 @@ fn every_estimator_agrees_on_a_ragged_batch() {
         let masks: Vec<_> = samples.iter().map(|s| s.mask.clone()).collect();
         let want: Vec<_> = batch.iter().map(|entry| entry.1.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.advantages.clone()).collect();
-        // Their whitening writes values outside the mask, which their losses then mask; ours writes none.
+        // OpenRLHF's whitening writes values at masked tokens, which its losses then mask. Ours writes none.
         close_rows(&got, &only_masked(&want, &masks), &case.args);
         let want: Vec<_> = batch.iter().map(|entry| entry.2.clone()).collect();
         let got: Vec<_> = samples.iter().map(|s| s.returns.clone()).collect();
@@ -356,7 +356,7 @@ fn every_estimator_agrees_on_a_ragged_batch() {
     }
 }
 
-/// Their logits are those of a head that is the unit matrix.
+/// OpenRLHF's logits correspond to a head that is the unit matrix.
 #[test]
 fn distillation_loss_and_gradient_agree() {
     for case in cases("kd_loss") {

@@ -40,8 +40,8 @@ fn kto_agrees_in_loss_gradient_and_rewards() {
     }
 }
 
-/// Their older loss takes the other side's mean log-ratio as KL, through which its gradient goes, too: the loss alone
-/// is ours.
+/// OpenRLHF's older loss uses the other side's mean log-ratio as KL and differentiates it, too. So only the loss
+/// is compared.
 #[test]
 fn kto_with_a_kl_above_0_agrees_in_loss() {
     for case in cases("kto_vanilla") {
@@ -74,7 +74,7 @@ fn derivatives_of_kto_equal_finite_differences() {
     }
 }
 
-/// Logits of a vocabulary of five, of which three are reward tokens, and what these are to be.
+/// Logits of a vocabulary of five, of which three are reward tokens, and the labels.
 const LOGITS: [f64; 5] = [0.3, -1.2, 2.0, 0.7, -0.4];
 const REWARDS: [usize; 3] = [3, 1, 4];
 const WANTED: [[f64; 3]; 3] = [[0.0, 1.0, 0.0], [0.25, 0.75, 0.0], [1.0, 0.0, 0.0]];
