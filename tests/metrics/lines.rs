@@ -39,7 +39,7 @@ fn numbers_that_are_not_finite_are_null_and_named() {
     assert_eq!(back.get("lr"), Some(f64::INFINITY));
 }
 
-/// Opens `path` and cuts it back to `step`; what was warned of.
+/// Opens `path`, truncates it to `step`, and returns the warnings.
 fn cut_back(path: &Path, step: u64) -> (MetricsFile, [Option<String>; 2]) {
     let mut file = MetricsFile::open(path).unwrap();
     let damage = file.damage();

@@ -36,7 +36,7 @@ fn records(dir: &std::path::Path) -> (Vec<serde_json::Value>, Values) {
         json
     });
     let mut shown = shown(dir);
-    // The hyperparameters tell when a run began.
+    // The hyperparameters contain the start time of the run.
     shown.retain(|(_, tag), _| tag != "_hparams_/session_start_info" && tag != "run/restarts");
     (lines.collect(), shown)
 }
@@ -57,7 +57,7 @@ fn a_resumed_run_has_the_records_of_an_uninterrupted_one() {
         let text = fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
         text.lines().map(|line| line.contains("\"restarts\":1,")).collect::<Vec<_>>()
     };
-    // Steps 1 to 3 and the evaluation after 2 are of the first start.
+    // The first start wrote steps 1 to 3 and the evaluation after step 2.
     assert_eq!(restarted(&parts), [false, false, false, true, true, true]);
     assert!(!restarted(&whole).contains(&true));
     let links =

@@ -246,7 +246,7 @@ fn the_last_records_are_kept_and_no_link_points_to_a_removed_one() {
     };
     (1..=4).for_each(|step| write(dir.path(), step, &batch(), (0, ""), 0).unwrap());
     there(&[1, 2, 3, 4]);
-    // A look changes nothing: what is too many goes with the next record.
+    // Reading changes nothing: the next record removes the surplus.
     rollouts::recover(dir.path()).unwrap();
     there(&[1, 2, 3, 4]);
     write(dir.path(), 5, &batch(), (0, ""), 2).unwrap();
@@ -256,7 +256,7 @@ fn the_last_records_are_kept_and_no_link_points_to_a_removed_one() {
     // Cutting back removes later steps and their links.
     rollouts::cut_back(dir.path(), 4, 0).unwrap();
     there(&[4]);
-    // A start removes what is too many, after what is too late.
+    // A start removes later steps first, then the surplus.
     (5..=7).for_each(|step| write(dir.path(), step, &batch(), (0, ""), 0).unwrap());
     rollouts::cut_back(dir.path(), 6, 2).unwrap();
     there(&[5, 6]);

@@ -1,4 +1,4 @@
-//! `jobs/tools/metrics_to.py`, with modules of the services' names that write down what they are asked.
+//! `jobs/tools/metrics_to.py`, with stub modules of the services that record their calls.
 
 use serde_json::{Value, json};
 use std::fs;
@@ -51,7 +51,7 @@ def end_run(): call("finish")
 
 const RESOLVED: &str = "[job]\nname = \"a\"\nsteps = 2\n[optim.actor]\nlr = 1e-6\n[eval]\nevery_steps = 2\n";
 
-/// A run, and what was sent of it.
+/// A run, and the records that were sent.
 struct Sent(TempDir);
 
 impl Sent {

@@ -60,7 +60,7 @@ fn the_banner_loses_no_word_at_any_terminal_width() {
     banner(&mut piped.terminal(false, 80), &long_banner());
     let whole = piped.text();
     assert!(!whole.contains('…') && whole.contains("PPO arithmetic\n"), "{whole}");
-    // On a pipe a row is a line: labels stand in their column.
+    // In a pipe each row is one line, and its label is in the first column.
     let rows: Vec<&str> = whole.lines().skip(1).filter(|row| !row.is_empty()).collect();
     assert!(rows.iter().all(|row| row.starts_with("  ") && row.chars().nth(14) == Some(' ')), "{whole}");
     let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
@@ -194,7 +194,7 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     banner(&mut terminal, &[]);
     let bar = terminal.phase("rollout", 32);
     bar.set_position(16);
-    // Another thread shows it.
+    // Another thread draws the bar.
     for _ in 0..600 {
         if shown.text().contains("16/32") {
             break;
