@@ -26,7 +26,7 @@ fn a_mapped_buffer_works_like_any_other_and_keeps_its_contents_while_evicted() {
     let expected = buffer.to_vec();
     buffer.move_to_file(dir.path()).expect("disk space");
     buffer.prefetch();
-    // The address alone: to look at the values brings them back.
+    // Only the address: reading the values would load them again.
     let range = buffer.as_ptr_range();
     buffer.evict();
     assert_eq!(resident_bytes(range.clone()), 0);

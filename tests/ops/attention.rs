@@ -1,4 +1,4 @@
-//! Attention against plain f64 loops, and its bitwise promises.
+//! Attention against plain f64 loops, and its bitwise properties.
 
 use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::attention::{
@@ -16,7 +16,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
     AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
 }
 
-/// Heads, groups, head dims and windows that occur, and some that hardly do.
+/// Usual and unusual numbers of heads, groups, head dims and windows.
 fn shapes() -> Vec<AttentionShape> {
     vec![
         shape(8, 4, 8, None),
@@ -120,14 +120,14 @@ impl Case {
         [o, lse, dq, dk, dv]
     }
 
-    /// All that the two passes and the paged cache give.
+    /// The results of both passes and of the paged cache.
     fn all(&self) -> Vec<Vec<f32>> {
         let paged = [DType::F32, DType::Bf16].map(|dtype| chunked(self, 20, dtype));
         self.both_passes().iter().chain(&paged).map(|x| x.data().to_vec()).collect()
     }
 }
 
-/// NaN, which what writes into it must leave nowhere.
+/// An output of NaN, which must be overwritten everywhere.
 fn unwritten(rows: usize, width: usize) -> Tensor {
     Tensor::from_slice(rows, width, &vec![f32::NAN; rows * width])
 }
@@ -190,7 +190,7 @@ impl Paged {
             .zip(&self.tables)
             .map(|(part, blocks)| PagedSequence { past: part.start, tokens: part.len(), blocks })
             .collect();
-        // Angles of 0: rows that are turned already.
+        // Angles of 0: the rows are already rotated.
         let (positions, none) = (vec![0; rows.len()], RopeTable::new(&vec![0.0; case.shape.head_dim / 2], 1.0, 1));
         let at = (&positions[..].into(), &none);
         kv_append(&mut self.cache, [&mut q, &mut k], &v, at, &sequences[..].into(), &case.shape);
@@ -260,7 +260,7 @@ fn a_sequence_does_not_depend_on_the_others_in_its_batch() {
 
 #[test]
 fn neither_the_thread_count_nor_the_instruction_set_changes_a_bit() {
-    // Many sequences, which threads share out whole; and few, which they must cut.
+    // Many sequences, which threads divide between them, and few, which they must split.
     for (shape, lengths) in [
         (shape(8, 4, 24, None), RAGGED),
         (shape(2, 1, 32, None), &[210][..]),

@@ -164,8 +164,8 @@ fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
     let case = Case::new(t, d, v, 0.8);
     for of in ALL {
         let (whole, _, dh, dw) = case.backward(of);
-        // Each part is computed twice: once to learn what it tells the others, then with what they told, in the same
-        // order.
+        // Each shard is computed twice: first for the statistics that it sends, then with those of the other shards in
+        // the same order.
         let told: RefCell<[Vec<Told>; 2]> = RefCell::default();
         let pass = |part: usize| {
             let rows = if part == 0 { 0..cut } else { cut..v };
@@ -204,7 +204,7 @@ fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
                 forward_backward(&case.h, w.f32(), head, &case.targets, all, WEIGHTS, &mut logprobs, &mut dh, gradient);
             (found, dh, dw)
         };
-        // Statistics are known after the first round, sums that rest on them after the second.
+        // The first round gives the statistics, the second one the sums that need them.
         (0..3).for_each(|_| (0..2).for_each(|part| drop(pass(part))));
         let parts = [0, 1].map(pass);
         assert_eq!(parts[0].0, parts[1].0, "all parts know the same");

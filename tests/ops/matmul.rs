@@ -1,4 +1,4 @@
-//! y = x W^T and its gradients: right against f64, and the bits that must not move.
+//! y = x W^T and its gradients: compared with f64, and bitwise independent of batch, threads and instruction set.
 
 use crate::ops::probe::{Matrix, Numbers, assert_near, bf16, same_bits, same_on_threads_and_levels, tolerance};
 use rlhf_hpc::device::cpu::pool::set_threads;

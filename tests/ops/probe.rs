@@ -117,7 +117,7 @@ pub fn same_on_threads_and_levels(what: &str, run: impl Fn() -> Vec<Vec<f32>>) {
     }
 }
 
-/// Each value within `tolerance` times the largest wanted one (plus one). NaN is not.
+/// Asserts that each value is within `tolerance` times (1 + the largest expected value). NaN fails.
 #[track_caller]
 pub fn assert_near(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -128,7 +128,7 @@ pub fn assert_near(what: &str, got: &[f32], want: &[f64], tolerance: f64) {
     }
 }
 
-/// In f64.
+/// `values` in f64.
 pub fn wide(x: &[f32]) -> Vec<f64> {
     x.iter().map(|&x| f64::from(x)).collect()
 }
@@ -139,7 +139,7 @@ pub fn tolerance(terms: usize) -> f64 {
     1e-7 * terms as f64 + 1e-6
 }
 
-/// That gradients of hidden rows and of a head in panels are the slopes of `loss(h, w)`, by differences in f64.
+/// Asserts that gradients of hidden rows and of a head in panels equal finite differences of `loss(h, w)` in f64.
 pub fn are_slopes(h: &Tensor, w: &Matrix, (dh, dw): (&Tensor, &[f32]), loss: impl Fn(&[f64], &[f64]) -> f64) {
     let (h, rows) = (wide(h.data()), wide(&w.rows));
     let slope = |at: usize, of_h: bool| {

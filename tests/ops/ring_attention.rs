@@ -42,7 +42,7 @@ fn check(case: &Case, what: &str, passes: &[Vec<Span>], at: &[(usize, usize)], k
     };
     let [o, lse, dq, dk, dv] = case.naive(|t| (0..key_at.len()).filter(|&j| sees(t, key_at[j])).collect());
     let what = format!("{what} {:?}", case.shape);
-    // Rows that see nothing have lse = -inf; of the others the numbers are compared.
+    // Rows without visible keys have lse = -inf. The values of the others are compared.
     let (mut seen, mut got) = (lse.clone(), output[1].data().to_vec());
     for (got, want) in got.iter_mut().zip(&mut seen).filter(|(_, want)| **want == f64::NEG_INFINITY) {
         assert!(*got == f32::NEG_INFINITY, "{what}: a row that sees nothing has lse {got}");
