@@ -1,4 +1,4 @@
-//! The contents that loading and export preserve.
+//! The contents that loading and exporting preserve.
 
 use crate::models::arch;
 use crate::names;
@@ -213,7 +213,7 @@ fn padding_of_panels_stays_zero_in_weights_and_gradients() {
     }
 }
 
-/// A rank of stage 3 reads its range: what damage there is elsewhere, others notice.
+/// A rank of stage 3 reads only its range. Damage elsewhere is detected by other ranks.
 #[test]
 fn only_the_requested_range_of_a_unit_is_read() {
     // A damaged value in the last row of the embedding.

@@ -82,7 +82,7 @@ impl Model {
         (rows, targets)
     }
 
-    /// The gradients of the golden's loss; with them (logprobs, entropies).
+    /// The gradients of the golden's loss, and (logprobs, entropies).
     pub fn language_model_backward(&self) -> (Gradients, Vec<f32>, Vec<f32>) {
         let mut grads = Gradients::new(self.weights.table.clone());
         let mut saved = Saved::new(false);

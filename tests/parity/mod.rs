@@ -1,5 +1,5 @@
-//! The transformer against `transformers` and torch autograd on tiny random models of each family; what it promises
-//! bitwise; and what loading and export accept, refuse and preserve. `tests/golden/models.py` makes the goldens.
+//! The transformer against `transformers` and torch autograd on tiny random models of each family, its bitwise
+//! properties, and the loading and export of models. `tests/golden/models.py` makes the goldens.
 
 mod beams;
 mod exported;

@@ -29,7 +29,7 @@ fn refusal(dir: &Path, head: Head) -> Error {
     error
 }
 
-/// Asserts that loading `dir` fails with a message that holds all of `parts`.
+/// Asserts that loading `dir` fails with a message that contains all of `parts`.
 fn refuses(dir: &Path, parts: &[&str]) {
     let error = refusal(dir, Head::LanguageModel);
     for part in parts {
