@@ -1,4 +1,4 @@
-//! The plan's count of an update against what the arena counted of one.
+//! The memory of an update as planned, compared with the arena's count.
 
 use super::models::{arch, job, small};
 use rlhf_hpc::comm::Axes;
@@ -80,7 +80,7 @@ fn mixed() -> Vec<RowTokens> {
     lengths.map(|all| RowTokens { prompt: all / 2, response: all - all / 2 }).collect()
 }
 
-/// The peak only grows, so that the cases come in the order of their sizes; nothing else in these tests has tensors.
+/// The peak only grows, so the cases are in order of their sizes. Nothing else in these tests has tensors.
 #[test]
 fn the_plan_agrees_with_the_arena_within_half_a_percent() {
     pool::set_threads(THREADS);

@@ -1,4 +1,4 @@
-//! Numbers that can be worked out by hand.
+//! Numbers that can be computed by hand.
 
 use super::models::{a800, arch, archs, job, llama2_7b, small, table};
 use rlhf_hpc::mesh::Mesh;
@@ -76,7 +76,7 @@ fn microbatches_stay_within_the_budget_and_are_as_few_as_possible() {
     assert_eq!(cut(102, &ring), (102, 1));
 }
 
-/// The part of that name of the actor's ranks, by axes that are all named.
+/// The part with this name on the actor's ranks, with explicit axes.
 fn part(axes: &str, world: usize, name: &str) -> Part {
     let sets: Vec<&str> = axes.split(' ').chain(["rollout.prompts_per_step=128"]).collect();
     let (config, archs) = (job(&sets), archs(&llama2_7b(), false));

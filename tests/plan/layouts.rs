@@ -1,4 +1,4 @@
-//! Choices and refusals.
+//! The chosen layouts, and rejected jobs.
 
 use super::models::{NAMED, REFERENCE, a800, archs, job, llama2_7b, small};
 use rlhf_hpc::config::job::Recompute;
@@ -48,7 +48,7 @@ fn on_gpus_the_fastest_layout_that_fits_is_chosen_with_a_reason_against_each_oth
     assert!(!choice.why.is_empty());
     for other in &choice.runners_up {
         assert!(other.why.contains(if faster(&other.candidate) { ", with " } else { ": " }), "{}", other.why);
-        // Equal within the tie's two percent at most.
+        // Times within two percent count as equal.
         assert!(!other.candidate.fits() || other.candidate.step_s() * 1.021 >= chosen.step_s(), "{}", other.why);
         assert_ne!(&other.candidate, chosen);
     }
@@ -119,7 +119,7 @@ fn a_job_that_does_not_fit_is_rejected_with_layouts_that_fit() {
     assert!(error.message.contains("GiB in") && error.message.contains("79.2 GiB"), "{error}");
     let hint = error.hint.expect("what would fit");
     assert!(hint.contains("mesh.zero = ") || hint.contains("mesh.tensor = "), "{hint}");
-    // What is offered is true.
+    // The suggested layout fits.
     let offered = hint.split("it fits with ").nth(1).expect("ways").split(", or with ");
     let mut tried = 0;
     for way in offered.filter(|way| way.starts_with("mesh.") && !way.contains('[')) {
@@ -192,10 +192,10 @@ fn automatic_micro_batches_have_enough_tokens_or_fill_the_memory_of_a_gpu() {
     assert_eq!(chosen(&none, &on(bytes(4096, &none))), 4096);
     assert_eq!(chosen(&none, &on(bytes(4096, &none) - 1)), 2048);
     assert_eq!(chosen(&none, &on(1 << 20)), 128, "where nothing fits, a row");
-    // Fewer come behind recomputation.
+    // Recomputation is chosen before fewer tokens.
     assert_eq!(chosen(&auto, &on(bytes(4096, &none) - 1)), 4096);
     assert!(chosen(&auto, &on(bytes(4096, &block) - 1)) < 4096);
-    // On a GPU as many as its memory leaves room for, and no more is recomputed for them.
+    // On a GPU, micro-batches fill the memory, and no more is recomputed for that.
     let large = self::archs(&llama2_7b(), true);
     let fixed = [&NAMED[..], &["gradient.recompute=auto"]].concat();
     for (archs, more, world, tokens) in [(&archs, &[][..], 1, 16384), (&large, &fixed[..], 16, 8192)] {
@@ -207,7 +207,7 @@ fn automatic_micro_batches_have_enough_tokens_or_fill_the_memory_of_a_gpu() {
         let again = choose(&Job::new(&config, archs, None), world, &a800()).expect("it fits");
         assert_eq!((choice.recompute, choice.chosen), (again.recompute, again.chosen), "{tokens}");
     }
-    // "auto" survives being written down.
+    // "auto" survives serialization.
     let written = of(&["ppo.microbatch_tokens_max=auto"]).to_toml();
     assert!(written.contains("microbatch_tokens_max = \"auto\"") && config::parse(&written, &[]).is_ok(), "{written}");
     let error = config::parse(&written, &["ppo.microbatch_tokens_max=many".to_owned()]).expect_err("a word");
@@ -226,7 +226,7 @@ fn offloaded_state_stays_on_the_gpu_for_all_updates_of_a_step_if_it_fits() {
     let many = on(&of(&[]));
     assert_eq!(waits(&many), StateSwap::BetweenSteps, "{}", many.layout().describe());
     assert!(many.layout().describe().contains("during the rollout"), "{}", many.layout().describe());
-    // Who asks for the host's memory gets it, and one update a step has nothing to save.
+    // Explicit offloading is kept, and with one update per step nothing is saved.
     let asked = on(&of(&["mesh.offload=[\"optimizer\"]"]));
     assert_eq!(waits(&asked), StateSwap::BetweenUpdates);
     assert!(asked.step_s() > many.step_s(), "{} and {} s", asked.step_s(), many.step_s());

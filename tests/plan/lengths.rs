@@ -1,4 +1,4 @@
-//! How long rows are: read from the job's own data, and counted as the run cuts them.
+//! Lengths of rows: read from the job's own data, and counted as the run truncates them.
 
 use super::models::{archs, job, small};
 use crate::cli::fixture::Fixture;
@@ -64,7 +64,7 @@ impl Lengths {
         data::prepare(reading, &self.path("cache"), &mut Hashes::default(), &Group::one()).expect("shards")
     }
 
-    /// The rows that a run chooses, by its own code.
+    /// The rows that a run uses, computed by its own code.
     fn demonstrations(&self, config: &Config, n: usize) -> Vec<RowTokens> {
         let shards = self.prepared(config, RowKind::Demonstration);
         let vocabulary = self.archs.actor().vocabulary;
@@ -138,7 +138,7 @@ fn a_sample_spread_over_a_large_text_is_read() {
     assert_eq!((rows.origin.clone(), rows.drawn.len()), (Origin::Sampled, 512));
     let whole = fixture.prompts(&config, count);
     let mean = whole.iter().sum::<usize>() as f64 / count as f64;
-    // Longer rows have more bytes, so that more of them are met.
+    // Longer rows have more bytes, so a sample by bytes contains more of them.
     let (found, _) = rows.mean();
     assert!((found / mean - 1.0).abs() < 0.1, "{found}, the mean is {mean}");
 }
@@ -169,7 +169,7 @@ fn the_table_says_which_lengths_it_counts() {
     assert!(table.contains("12 rows of 300 tokens") && table.contains("nosuch.jsonl"), "{table}");
 }
 
-/// The longest rows of `job` stay what they were, whatever its data.
+/// The longest rows of `job` do not depend on its data.
 #[test]
 fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
     let shape = train::shape(&job(&[]));

@@ -1,5 +1,5 @@
-//! Tests of the plan: its arithmetic against numbers worked out by hand, its memory against the arena's own count, its
-//! choices and refusals, and the table of the reference workload.
+//! Tests of the plan: its arithmetic against numbers computed by hand, its memory against the arena's count, its
+//! chosen layouts and errors, and the table of the reference workload.
 
 mod arena;
 mod arithmetic;

@@ -1,4 +1,4 @@
-//! Architectures and jobs that the tests are about.
+//! Architectures and jobs for the tests.
 
 use rlhf_hpc::config::mesh::RoleName::{Actor, Critic, Reference, Reward};
 use rlhf_hpc::config::{self, Config};
@@ -54,7 +54,7 @@ pub fn job(more: &[&str]) -> Config {
     config::load(Path::new(REFERENCE), &more).expect("a job")
 }
 
-/// Ranks that share `arch`, padding included: the flat vector of one of them.
+/// The length of a rank's flat vector if ranks share `arch`, padding included.
 pub fn table(arch: &Arch, head: Head, tensor: usize) -> ParamTable {
     ParamTable::on(rlhf_hpc::device::Device::Cpu, arch, head, TensorPart { rank: 0, size: tensor })
 }

@@ -62,7 +62,7 @@ fn stages_shard_state_then_gradients_then_weights_on_1_2_and_4_ranks() {
             assert!(near(state, 12 * share(stage >= 1, learned)), "state at stage {stage} on {ranks}: {state}");
             let weights = bytes_of(&found, Phase::Load, WEIGHTS);
             assert!(near(weights, 2 * share(stage == 3, all)), "weights at stage {stage} on {ranks}: {weights}");
-            // In the fullest moment of training, units that are added to come on top.
+            // At the peak of training, the units of gradients that are being added come on top.
             let gradients = bytes_of(&found, Phase::Train, GRADIENTS);
             let kept = 4 * share(stage >= 2, learned);
             let units = if stage >= 2 && ranks > 1 { 2 * 4 * largest_unit(&archs) } else { 0 };
@@ -83,10 +83,10 @@ fn a_limited_cache_runs_in_batches_and_holds_at_least_the_longest_row() {
     // A GiB for each sample of 2048 tokens.
     assert_eq!((all.at_once, all.batches, all.bytes, all.bytes_wanted), (64, 1, 64 << 30, 64 << 30));
     let half = kv(&["rollout.kv_bytes_max=40000000000"]);
-    // All whole pages of 16 MiB that were given.
+    // All whole pages of 16 MiB within the given memory.
     assert_eq!((half.at_once, half.batches, half.bytes), (37, 2, 2384 << 24));
     assert_eq!(kv(&["rollout.batch_max=16"]).batches, 4);
-    // The engine fills the batch, and the last wave is what is left.
+    // The engine fills the batch, and the last one has the remaining samples.
     let most = kv(&["rollout.batch_max=40"]);
     assert_eq!((most.at_once, most.batches, most.bytes), (40, 2, 40 << 30));
     // A run accepts a cache that holds 64 pages of 32 tokens, 16 MiB each, for its longest row, and so does the plan.

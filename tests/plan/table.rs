@@ -22,7 +22,7 @@ fn reference(fixture: &Fixture, more: &[&str]) -> Ended {
     fixture.run(&[&["plan", REFERENCE][..], &roles.each_ref().map(String::as_str), &arguments, more].concat())
 }
 
-/// Its table, of which no line but one with a long name has more than 100 columns.
+/// The table of that job. Only a line with a long name has more than 100 columns.
 fn table(fixture: &Fixture, more: &[&str]) -> String {
     let table = reference(fixture, more).well().stdout;
     for line in table.lines().filter(|line| !line.contains("a-long-name")) {
@@ -122,8 +122,8 @@ fn missing_models_gpus_and_kernels_are_named() {
     fixture.run(&[&masked[..], &["--gpu", "h100"]].concat()).refused(2, &[words]).hinted("set job.device = \"cpu\"");
 }
 
-/// The CPU is measured on the spot: what is held is that every number is there and positive, and that no operation is
-/// faster than the peaks.
+/// The CPU is measured during the test, so this only checks that every number is present and positive, and that no
+/// operation is faster than the peaks.
 #[test]
 fn a_plan_for_this_cpu_measures_its_peaks() {
     let ended = fixture(&small()).run(&["plan", "job.toml", "model.actor=planned", "--json"]).well();
