@@ -1,4 +1,4 @@
-//! A model on its way to the rank that writes it, and files that ranks read for each other.
+//! Sending a model to the rank that writes it, and input files that one rank reads for all.
 
 use crate::Test;
 use crate::checkpoints::Shared;
@@ -33,7 +33,7 @@ pub const TESTS: &[Test] = &[
     },
 ];
 
-/// Bytes that this rank gave to collectives so far, but for the ways of agreement.
+/// Bytes that this rank has sent in collectives so far, except for agreements on errors.
 fn given() -> [u64; 2] {
     let all = accounting();
     let sum =
@@ -46,7 +46,7 @@ fn exports(world: &World) {
     let (n, seed) = (world.size, 7);
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
     let layouts = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 3), (mesh(1, n / 2, 2), 1), (mesh(1, 1, n), 0)];
-    // Embedding and head of the first come in several pieces. The last gets a new head.
+    // Embedding and head of the first model are sent in several pieces. The last model gets a new head.
     for (family, tied, head, dtype, vocabulary) in [
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
@@ -93,7 +93,7 @@ fn export_to(world: &World, arch: &Arch, role: &Role, axes: &Axes, dtype: DType,
     });
     let [gathered, sent] = [0, 1].map(|i| given()[i] - before[i]);
     assert_eq!(gathered, 0, "nothing goes to all ranks");
-    // Panels of which a rank holds some rows go as a whole.
+    // Panels of which a rank has only some rows are sent as a whole.
     let held = 2 * role.weights.bytes() as u64 + (1 << 16);
     assert!(sent <= held, "rank {}: {sent} bytes sent, about {held} held", world.rank);
     if let Some(out) = out {
@@ -115,7 +115,7 @@ fn reads(world: &World) {
         paths.iter().zip(0u8..).for_each(|(path, i)| std::fs::write(path, vec![i; BYTES]).expect("writes"));
     }
     group.barrier();
-    // Each start knows what the one before saved.
+    // Each start uses the hashes saved by the previous one.
     let cache = root.path().join("inputs.json");
     for files_read in [paths.len(), 0] {
         let (mut hashes, before) = (Hashes::read(&cache), read_so_far());
@@ -138,7 +138,7 @@ fn reads(world: &World) {
         std::fs::remove_file(&paths[1]).expect("there");
     }
     group.barrier();
-    // The smallest comes last.
+    // The smallest one is last.
     let reader = format!("rank {} (", (paths.len() - 1) % world.size);
     let error = Hashes::default().hash_files(&paths, &group).expect_err("a file is gone");
     assert_eq!(error.kind, Kind::Io);

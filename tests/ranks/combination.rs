@@ -121,7 +121,7 @@ fn pretraining(_world: &World) {
     }
 }
 
-/// The norm is over all ranks, copies counted once; what it scales is everyone's.
+/// The norm covers all ranks and counts copies once. It scales the gradients of all ranks.
 fn clipped(world: &World) {
     let mut config = config(PolicyLossKind::Clip);
     (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);

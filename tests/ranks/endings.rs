@@ -116,7 +116,7 @@ pub const ENDINGS: &[Ending] = &[
 
 const RANKS: usize = 3;
 
-/// The actions of a rank in a scene.
+/// The actions of one rank in a scenario.
 pub fn play(scene: &str, logs: &Path) {
     let world = match World::start() {
         Ok(world) => world,
@@ -186,7 +186,7 @@ fn kill_me(signal: &str) {
     let id = std::process::id().to_string();
     let status = Command::new("kill").args([&format!("-{signal}"), &id]).status();
     assert!(status.is_ok_and(|s| s.success()), "kill -{signal} {id}");
-    // The signal may need a moment to arrive.
+    // The signal may arrive a moment later.
     std::thread::sleep(Duration::from_secs(5));
 }
 
@@ -223,7 +223,7 @@ fn logged(logs: &Path, rank: usize, text: &str) -> Result<(), String> {
 /// Without a launcher there is a world of one, and MPI is not started; a world of another size than the launcher's is
 /// refused.
 pub fn alone(logs: &Path) -> Result<(), String> {
-    // The launcher's word and MPI's part, as with the mpirun of another MPI.
+    // The launcher's and MPI's world sizes differ, as with the mpirun of another MPI.
     let two_mpis = [("OMPI_COMM_WORLD_SIZE", "4")];
     for (scene, environment, code, words) in [
         ("alone", &[][..], 0, ""),

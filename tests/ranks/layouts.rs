@@ -90,7 +90,7 @@ pub fn config(loss: PolicyLossKind) -> Config {
     config
 }
 
-/// A learner but for its layout.
+/// A learner without its layout.
 #[derive(Clone)]
 pub struct Setting {
     pub arch: Arch,

@@ -32,7 +32,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Jobs that end wait for launchers and for limits of time, and hardly compute.
+/// Tests of endings mostly wait for launchers and time limits, so several run at a time.
 const ENDINGS_AT_A_TIME: usize = 4;
 
 /// A test that all ranks of a world check together.
@@ -108,7 +108,7 @@ fn ended(name: &str, result: Result<(), String>) -> bool {
     is_ok
 }
 
-/// One mpirun for all tests of a world size; where a test ends it, another one for those after it.
+/// One mpirun for all tests of a world size. If a test ends it, another one runs the later tests.
 fn check_on(ranks: usize, names: &[&str], passed: &mut Vec<bool>) {
     let mut left = names;
     while let Some(&first) = left.first() {

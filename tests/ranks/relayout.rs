@@ -19,7 +19,7 @@ pub const TESTS: &[Test] =
 
 const LENGTHS: &[(usize, usize)] = &[(3, 9), (1, 2), (12, 40), (2, 1), (7, 5), (5, 21)];
 
-/// After an update.
+/// The state after an update.
 fn trained(setting: &Setting, axes: &Axes, stage: usize) -> Learner {
     let mut learner = setting.learner(5, axes, stage).expect("a learner");
     setting.gradient(&mut learner, axes, &samples(LENGTHS));

@@ -1,4 +1,4 @@
-//! Weights brought from training's layout into the rollout's, against the same weights made in that layout.
+//! Weights resharded from training's layout to the rollout's, compared with the same weights created in that layout.
 
 use crate::Test;
 use crate::models::arch;
@@ -45,7 +45,7 @@ fn role((arch, dtype): &(Arch, DType), seed: u64, axes: &Axes, stage: usize) -> 
     Role::new("actor", Path::new("none"), arch, sharded(&weights, &shards), axes)
 }
 
-/// A second phase, of the first model, brings other weights; where nothing has to move, nothing does.
+/// A second phase of the first model reshards other weights. If both layouts are equal, nothing is sent.
 fn moves(world: &World) {
     let (rollouts, models, layouts) = (rollouts(world), models(), layouts(world));
     let cases = models.iter().enumerate().flat_map(|(i, model)| layouts.iter().map(move |layout| (i, model, layout)));
@@ -94,7 +94,7 @@ fn frugal(world: &World) {
             for rollout in &rollouts(world) {
                 let to = TensorPart::from_group(&rollout.tensor);
                 let reshard = Reshard::new(&actor.transformer, &actor.weights.table, &axes, to);
-                // All ranks allocate; none begins before all have measured what was there.
+                // All ranks allocate, and none begins before all have measured the earlier memory.
                 world.group().barrier();
                 let ((part, _), bytes) = peak(|| reshard.weights(&actor.weights));
                 let whole = whole(&arch, dtype, 7, TensorPart::whole());
@@ -106,7 +106,7 @@ fn frugal(world: &World) {
                 let (unit, whole) =
                     (sizes(&whole).into_iter().max().expect("units"), sizes(&whole).iter().sum::<usize>());
                 assert!(whole > 12 * unit, "the model is many units");
-                // The unit that is cut, the next one, and what is joined of one: each with the copies of norms and
+                // The unit that is sent, the next one, and the received parts of one, each with the copies of norms and
                 // heads.
                 let part: usize = sizes(&part).iter().sum();
                 let most = part + 4 * unit;

@@ -117,7 +117,7 @@ fn exposed(world: &World) {
     assert!((gained - waits.exposed).abs() <= 1e-9, "{gained} s, {} s waited", waits.exposed);
 }
 
-/// The last rank comes late, and one takes none: the others leave nothing undone, and the next list is another one.
+/// The last rank is late, and one rank takes no item. The others take all items, and the next list is a new one.
 fn queue(world: &World) {
     let (group, last) = (world.group(), world.size - 1);
     for count in [0, 1, 100] {
@@ -146,7 +146,7 @@ fn shift(world: &World) {
         world.group().shift(&values(world.rank, world.rank * unit), &mut got);
         assert!(got == values(before, before * unit), "unit {unit}");
     }
-    // Once around brings one's own back.
+    // After a full round each rank has its own values again.
     let mut x = values(world.rank, 5000);
     for _ in 0..world.size {
         let mut next = vec![0.0; x.len()];

@@ -1,4 +1,4 @@
-//! Models cut over the tensor axis, and rows cut over the sequence axis, against the same model on one rank.
+//! Models split over the tensor axis, and rows split over the sequence axis, compared with the same model on one rank.
 
 use crate::Test;
 use crate::collectives::values;

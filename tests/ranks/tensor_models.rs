@@ -1,4 +1,4 @@
-//! Models on one rank, and their parts on a mesh.
+//! Models on one rank, and their shards on a mesh.
 
 use crate::models;
 use crate::weights::weights;
@@ -12,7 +12,7 @@ use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::ops::Range;
 
-/// Models that are awkward to cut: a name, and what is not plain of them.
+/// Models that are difficult to split: a name, and the unusual keys.
 pub fn shapes() -> Vec<(&'static str, Arch)> {
     let shape = |name: &'static str, keys: Value| {
         let family = name.split('-').next().expect("a family");
@@ -95,7 +95,7 @@ impl Side {
     }
 }
 
-/// Sequences of random tokens, of which some predict nothing.
+/// Sequences of random tokens. Some tokens have no target.
 pub fn row(arch: &Arch, lengths: &[usize]) -> PackedRow {
     let rng = Rng::new(11, Purpose::Synthetic);
     let mut row = PackedRow::new();
@@ -116,7 +116,7 @@ pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// ||got - want|| <= tolerance ||want||; returns how far they are apart, relative.
+/// Asserts ||got - want|| <= tolerance ||want||, and returns the relative distance.
 #[track_caller]
 pub fn assert_near(what: &str, got: &[f32], want: &[f32], tolerance: f64) -> f64 {
     let gap = models::relative_gap(got, want);

@@ -1,4 +1,4 @@
-//! Rollout on ranks that share heads and vocabulary: the samples, the records, and the common end of all ranks.
+//! Rollout on tensor ranks: the samples, the recorded log-probabilities, and errors that end all ranks.
 
 use crate::Test;
 use crate::models::{prompts, recorded_and_trained, requested};
@@ -41,7 +41,7 @@ fn config(temperature: f32) -> RolloutConfig {
     }
 }
 
-/// With sampling masks, of which some leave nothing of a rank's part of the vocabulary.
+/// With sampling masks, some of which exclude the whole vocabulary shard of a rank.
 fn masked() -> RolloutConfig {
     RolloutConfig { top_k: 5, keep_sampling_mask: true, ..config(0.7) }
 }
@@ -53,7 +53,7 @@ fn drive(side: &Side, config: &RolloutConfig, hooks: &mut Hooks) -> Result<Outco
     Engine::new(config, 0).generate(model, Rng::new(42, Purpose::Sample), 3, &requests, hooks)
 }
 
-/// To the end.
+/// Generates all responses.
 fn outcome(side: &Side, config: &RolloutConfig) -> Outcome {
     let mut hooks = Hooks::default();
     drive(side, config, &mut hooks).expect("a rollout")
@@ -135,7 +135,7 @@ fn unequal(world: &World) {
         outcome(&part, &RolloutConfig { kv_bytes_max, ..config(1.0) })
     };
     let ample = with_pages(60);
-    // The last rank has room for few pages: fewer sequences run at a time, on all ranks.
+    // The last rank has memory for few pages, so fewer sequences run at a time on all ranks.
     let outcome = with_pages(if world.rank == world.size - 1 { 5 } else { 60 });
     assert!(outcome.forwards > ample.forwards, "{} forwards against {}", outcome.forwards, ample.forwards);
     let forwards = world.group().all_gather_numbers(&[outcome.forwards as f64, outcome.tokens_fed as f64]);

@@ -63,7 +63,7 @@ fn learner(setting: &Setting, axes: &Axes, stage: usize) -> Learner {
     setting.learner(7, axes, stage).expect("a learner")
 }
 
-/// `rows` samples, others for each update.
+/// `rows` samples, different for each update.
 fn minibatch(learner: &Learner, rows: usize) -> Vec<Experience> {
     let mut lengths = LENGTHS;
     lengths.rotate_left(learner.zero.updates as usize);
@@ -161,9 +161,9 @@ fn settings() -> impl Iterator<Item = Setting> {
 fn trains(world: &World) {
     check_stages(world, &setting("llama", false), 11, 1e-4);
     check_stages(world, &Setting { head: Head::Value, ..setting("llama", false) }, 11, 1e-4);
-    // Ranks without rows go along.
+    // Ranks without rows take part.
     check_stages(world, &setting("llama", true), 1, 1e-4);
-    // Weights whose f32 values part by a rounding may part by one of bf16, and gradients after them.
+    // A difference of one f32 rounding may become one of bf16 in weights, and then in gradients.
     check_stages(world, &Setting { dtype: DType::Bf16, ..setting("qwen3", true) }, 11, 2e-2);
 }
 
@@ -176,7 +176,7 @@ fn promises(world: &World) {
             update(&setting, &mut learner, &axes, 11);
             let table = &learner.role.weights.table;
             let len = table.len();
-            // Of each unit equal shares of whole blocks, which pad it where ranks exchange it.
+            // Each unit is divided into equal shards of whole blocks. Padding is added if ranks exchange it.
             let share = |unit: &Range<usize>| unit.len().div_ceil(BLOCK).div_ceil(world.size) * BLOCK;
             let share: usize = table.units().iter().map(share).sum();
             let padded = if world.size == 1 { len } else { share * world.size };
@@ -237,7 +237,7 @@ fn nan(world: &World) {
         let mut learner = learner(&setting, &axes, stage);
         update(&setting, &mut learner, &axes, 11);
         let before = Outcome::from_learner(&learner, &axes, Vec::new());
-        // Of one sample, which one rank has.
+        // A minibatch of one sample, which is on one rank.
         let mut samples = minibatch(&learner, 11);
         samples[5].advantages[0] = f32::NAN;
         setting.gradient(&mut learner, &axes, &samples);
@@ -245,7 +245,7 @@ fn nan(world: &World) {
         assert!(error.message.contains("the gradient of update 2 is not finite"), "{error}");
         assert!(Outcome::from_learner(&learner, &axes, Vec::new()).bits() == before.bits(), "stage {stage}");
         assert_eq!(learner.zero.updates, 1);
-        // The next minibatch is as if nothing had been.
+        // The next minibatch is not affected.
         let norm = update(&setting, &mut learner, &axes, 11);
         assert!(norm.is_finite() && norm > 0.0);
     }
