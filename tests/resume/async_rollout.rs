@@ -1,4 +1,4 @@
-//! A rollout on ranks of its own, in step with the updates and ahead of them.
+//! A rollout on its own ranks, synchronous and asynchronous.
 
 use crate::resume::arrays::Arrays;
 use crate::resume::job::{Job, place};
@@ -9,7 +9,7 @@ fn apart(name: &str, trains: usize, samples: usize) -> Job {
     Job::ppo(name).placed(&[("actor critic reference", trains), ("rollout reward", samples)])
 }
 
-/// The same, a step ahead.
+/// The same, one step ahead.
 pub fn ahead(name: &str, trains: usize, samples: usize) -> Job {
     apart(name, trains, samples).with("mesh.async_updates_max=1")
 }
@@ -39,12 +39,12 @@ fn samples_generated_one_step_ahead_use_the_weights_of_the_previous_step_on_any_
     assert_eq!(alone.rollouts().values().map(|step| step["weights_step"][0]).collect::<Vec<_>>(), [0.0, 0.0, 1.0, 2.0]);
     let gaps = alone.numbers("logprob_gap_max");
     assert!(gaps[0] == 0.0 && gaps[1..].iter().all(|gap| *gap > 0.0), "{gaps:?}");
-    // What is drawn a step ahead is drawn before the first update, too: as the second step of a job that does not learn
-    // in the first.
+    // The second batch is sampled before the first update: like the second step of a job whose first step changes
+    // nothing.
     let still = Job::ppo("ahead-still").with(sets).with("ppo.critic_warmup_steps=1").done();
     assert_eq!(alone.rollouts()["step_000002"]["tokens"], still.rollouts()["step_000002"]["tokens"]);
     ahead("ahead-2-2", 2, 2).with(sets).done().assert_same(&alone);
-    // A correction is of the policy that learns.
+    // The correction uses the trained policy.
     let corrected = ahead("ahead-corrected", 1, 1).with(sets).with("ppo.correction=tis").done();
     assert!(corrected.numbers("logprob_gap_max").iter().all(|gap| *gap == 0.0), "recomputed");
     assert!(corrected.numbers("sampler_gap_max")[1..].iter().all(|gap| *gap > 0.0));
@@ -70,7 +70,7 @@ fn a_partial_response_continues_under_new_weights_and_is_unchanged_if_they_are_e
     assert!(alone.numbers("rollout_lag_mean")[3..].iter().all(|lag| (1.0..3.0).contains(lag)));
     ahead("pieces-2-2", 2, 2).with(sets).with("rollout.batch_max=3").done().assert_same(&alone);
     alone.rewound("pieces-killed", 3).done().assert_same(&alone);
-    // Weights that stay: the samples of each step are those of a rollout that is in step.
+    // With constant weights, the samples of each step equal those of a synchronous rollout.
     let still = "optim.actor.lr=0.0 gradient.order=fixed rollout.top_k=200 rollout.keep_sampling_mask=true";
     let in_step = Job::ppo("pieces-whole").with(still).done().rollouts();
     let pieces = ahead("pieces-still", 1, 1).with(still).with("mesh.async_updates_max=3").done().rollouts();
@@ -85,8 +85,8 @@ fn a_partial_response_continues_under_new_weights_and_is_unchanged_if_they_are_e
 fn an_async_rollout_resumes_bitwise_from_every_checkpoint_and_after_a_failed_reward() {
     let whole = ahead("ahead-whole", 1, 1).done();
     whole.rewound("ahead-killed", 2).done().assert_same(&whole);
-    // The third batch is drawn while the second one is learned from; the model scores it where the actor is, or where
-    // it is drawn.
+    // The third batch is sampled while the second one is trained on. The reward model scores it on the ranks of the
+    // actor, or on those of the rollout.
     let reward = "import os\nasked = 0\ndef reward_func(queries, prompts, labels):\n    global asked\n    asked += len(queries)\n    \
                   if asked > 40 and os.path.exists('fails'):\n        raise ValueError('enough for now')\n    return [len(q) % 3 for q in queries]\n";
     std::fs::write(place().join("ahead.py"), reward).expect("writes");

@@ -96,7 +96,7 @@ fn a_model_that_was_moved_is_the_same_model() {
     at(&job, &moved).with("job.steps=3").run().assert(0, &["resuming with changes: job.steps = 3"]);
 }
 
-/// A row with another digit, as long as it was.
+/// A row with one other digit and the same length.
 fn other_digit(rows: &str) -> String {
     let digit = rows.find(|c: char| c.is_ascii_digit()).expect("a number");
     let other = if rows.as_bytes()[digit] == b'1' { "2" } else { "1" };
@@ -125,7 +125,7 @@ fn changed_files_under_the_same_path_are_named_or_accepted_and_a_changed_reward_
     write(&file, &rows);
     score(1);
     job(1).done();
-    // Without a change nothing is read and nothing announced.
+    // Without a change, nothing is read and nothing is logged.
     job(2).run().assert(0, &["resuming with changes: job.steps = 2 (was 1)\n"]);
     let weights = "model.actor (model.safetensors), model.critic (model.safetensors)\n";
     let refused = |words: &str| {
@@ -150,7 +150,7 @@ fn changed_files_under_the_same_path_are_named_or_accepted_and_a_changed_reward_
         write(&file, &rows);
         copied("model-to-change");
     }
-    // Weights may be gone, but what comes back is compared with what was there.
+    // Weights may be missing, but weights that are there must equal the earlier ones.
     remove("model.safetensors");
     job(3).done();
     other_weights();
@@ -163,7 +163,7 @@ fn changed_files_under_the_same_path_are_named_or_accepted_and_a_changed_reward_
         "contents of data.prompts[0]",
     ];
     accepted.assert(0, &words);
-    // From then on these are what the run was saved with; wherever the run is started.
+    // From then on, the run's checkpoints name these files, in whichever folder it is started.
     score(2);
     let mut elsewhere = job(5).command();
     elsewhere.current_dir("/");

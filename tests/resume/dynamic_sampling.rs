@@ -40,7 +40,8 @@ fn a_step_samples_prompts_until_it_has_its_groups_and_the_ledger_lists_the_dropp
     let of = |key: &str| steps.iter().map(|step| step[key].as_f64().expect("it is recorded")).collect::<Vec<_>>();
     assert_eq!((of("samples"), of("score_mean")), (vec![16.0; 3], vec![0.5; 3]), "8 groups of a right and a wrong one");
     assert!(of("rollout_rounds")[0] > 1.0, "{:?}", of("rollout_rounds"));
-    // Half of the groups are kept, which later steps know before their first round. By chance a round falls short twice.
+    // Half of the groups are kept, and later steps expect that in their first round. With this seed, two rounds fall
+    // short.
     assert!(of("rollout_rounds")[1..].iter().all(|rounds| *rounds <= 3.0), "{:?}", of("rollout_rounds"));
     assert!(of("groups_surplus").iter().any(|groups| *groups > 0.0), "{:?}", of("groups_surplus"));
     assert!(of("score_sampled_mean").iter().any(|mean| *mean != 0.5));

@@ -55,13 +55,13 @@ fn turns_equal_those_of_one_rank_bitwise_and_resume_after_an_interruption() {
         for key in ["advantages", "rewards", "kl", "sample_logprobs"] {
             let values = arrays[key].iter().zip(mask);
             assert!(values.clone().all(|(x, m)| *m == 1.0 || *x == 0.0), "{step}: {key} where mask is 0");
-            // Before the first update the policy is its reference.
+            // Before the first update the policy equals its reference.
             let is_all_zero = key == "kl" && step.ends_with('1');
             assert!(is_all_zero || values.clone().any(|(x, m)| *m == 1.0 && *x != 0.0), "{step}: {key}");
         }
     }
     two.rewound("environment-again", 1).done().assert_same(&alone);
-    // Tensor ranks ask once, and hear the same.
+    // Tensor ranks send one request, and all of them get its answer.
     let tensor = job("tensor").on(2).with("mesh.tensor=2 job.steps=1").done();
     assert_eq!(tensor.numbers("reward/turns")[0], turns[0]);
     assert_eq!(tensor.numbers("score_mean"), alone.numbers("score_mean")[..1]);

@@ -1,4 +1,5 @@
-//! Evaluation of several sets by several samples: by a PPO job, and alone, of models and checkpoints on any ranks.
+//! Evaluation of several sets with several samples: in a PPO job, and in jobs that only evaluate models and checkpoints
+//! on any ranks.
 
 use super::job::{Job, place};
 use crate::cli::command;
@@ -83,7 +84,7 @@ fn answers<'a>(rows: &'a [EvalRow], of: &str) -> Vec<&'a [EvalAnswer]> {
 
 #[test]
 fn metrics_of_a_set_equal_those_computed_from_its_recorded_answers() {
-    // A number of labels, so that some answers are right.
+    // A rule that some answers satisfy.
     let alone =
         evaluated("eval-numbers").with("job.kind=eval").set("reward.rule={kind=\"regex\",pattern=\"[0-9]\"}".into());
     let ended = alone.run().well();
@@ -128,7 +129,7 @@ fn an_evaluation_job_is_planned_without_gradients_and_names_sets_it_cannot_evalu
     let plan = line(&[]).well().stdout;
     assert!(plan.contains("16 samples of") && plan.contains("responses to 8 prompts"), "{plan}");
     assert!(plan.contains("kv cache") && !plan.contains("gradients") && !plan.contains("optimizer state"), "{plan}");
-    // A greedy answer is its own sample.
+    // Without other samples, the greedy answer counts as the sample.
     let greedy = Job::ppo("eval-greedy").with("job.kind=eval metrics.report=false").done();
     let line = numbers(&greedy, 0);
     assert_eq!(

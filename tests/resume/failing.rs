@@ -1,4 +1,4 @@
-//! Runs that fail: what is said, by whom, and what is left.
+//! Runs that fail: their messages, the rank that prints them, and the files that remain.
 
 use crate::resume::job::{Job, place, signal, with_context};
 use rlhf_hpc::checkpoint::newest;
@@ -35,7 +35,7 @@ fn a_reward_that_fails_on_one_rank_ends_the_run_with_a_checkpoint_that_resumes_b
     let (job, fails) = with_reward(Job::ppo("reward-fails").on(2).with(sets));
     let mut running = job.start();
     running.wait_until(|| job.metrics().len() >= 2);
-    // Whole or not at all.
+    // The checkpoint is complete or absent.
     std::fs::write(fails.with_file_name("new"), "0").expect("writes");
     std::fs::rename(fails.with_file_name("new"), &fails).expect("renames");
     let ended = running.end();
@@ -58,7 +58,7 @@ fn a_reward_that_fails_in_an_evaluation_ends_the_run_with_a_checkpoint_and_the_r
     let sets = "job.steps=2 eval.every_steps=1 reward.retries=0";
     let whole = with_reward(Job::ppo("eval-whole").with(sets)).0.done();
     let (job, fails) = with_reward(Job::ppo("eval-fails").with(sets));
-    // Of the greedy and the sampled responses of the first evaluation, and of the first step.
+    // Calls for the greedy and the sampled responses of the first evaluation, and for the first step.
     std::fs::write(&fails, "3").expect("writes");
     job.run().assert(75, &["ValueError: the scorer is out of tea", "a checkpoint holds all work so far"]);
     let saved = newest(&job.checkpoints()).expect("whole").expect("saved").manifest;
@@ -90,7 +90,7 @@ fn groups_with_a_failed_reward_are_not_learned_from_if_failures_are_dropped() {
     let ledger: serde_json::Value = serde_json::from_slice(&alone.read("ledger.json")).expect("JSON");
     assert_eq!(ledger["samples_dropped"].as_f64(), Some(all), "{ledger}");
     of("drops-2", 2).done().assert_same(&alone);
-    // A run that it has stopped goes on with the others.
+    // A run that the failure has stopped resumes with the other groups.
     let late = of("drops-late", 0);
     late.clone().with("reward.on_failure=stop").run().assert(75, &["ValueError: not this one"]);
     let late = late.done();
@@ -105,7 +105,7 @@ fn a_second_run_in_the_same_directory_is_rejected_and_the_first_is_not_disturbed
     let job = Job::ppo("twice").with(sets);
     let mut first = job.start();
     first.wait_until(|| !job.metrics().is_empty());
-    // The second waits some seconds for the first: cores are for other tests meanwhile.
+    // The second run waits some seconds for the first, and leaves the cores to other tests.
     signal("STOP", first.pid());
     let second = job.clone().on(2).run();
     second.assert(2, &["is in use by another run (process ", "hint: wait for it to end, or set another job.dir"]);

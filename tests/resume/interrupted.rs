@@ -15,7 +15,7 @@ const LONG_TRAINING: &str = "rollout.response_tokens_max=60 rollout.stop_token_i
 /// Settings with sampling masks that are kept, and numbers that carry over from step to step.
 const MASKED: &str = "rollout.top_k=40 rollout.keep_sampling_mask=true ppo.kl_target=0.1 ppo.reward_normalize=true";
 
-/// Waits a time that nobody chose, up to `most` milliseconds.
+/// Waits a random time, up to `most` milliseconds.
 fn wait_somehow(most: u64) {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").subsec_nanos();
     std::thread::sleep(Duration::from_micros(u64::from(nanos / 7) % (most * 1000)));
@@ -42,7 +42,7 @@ fn interrupted_in(job: &Job) -> Place {
         return if due { Place::Evaluation } else { Place::BetweenSteps };
     }
     let work = checkpoint.file("work.bin").expect("listed");
-    // Behind the next batch, of a rollout that runs ahead: whether there is the rest of a step.
+    // Follows the next batch of an async rollout: whether the rest of a step is saved.
     if work[0] == 2 && work.last() == Some(&0) {
         return Place::BetweenSteps;
     }
@@ -75,11 +75,11 @@ fn ask_within_a_step(job: &Job, running: &mut Running) {
     signal("USR1", running.pid());
 }
 
-/// Runs a job that is asked to stop again and again, once at least in its rollout; it ends as the one that was not.
+/// Runs a job that is stopped again and again, at least once in its rollout. It ends like an uninterrupted one.
 fn usr1(name: &str, job: impl Fn(&str) -> Job) {
     let job = |name: &str| job(name).with(LONG_ROLLOUT).with("job.steps=5");
     let whole = job(&format!("{name}-whole")).done();
-    // Where the stop falls is up to the machine: another run is given another chance.
+    // The machine decides where a stop falls, so another run gets another chance.
     for attempt in 0..10 {
         let job = job(&format!("{name}-{attempt}"));
         let places = stopped_again_and_again(&job, ask_within_a_step);
@@ -129,7 +129,7 @@ fn every_notice_of_a_batch_system_saves_and_stops() {
         let job = Job::ppo(&format!("notice-{name}")).with("job.steps=100000 eval.every_steps=0");
         let mut running = job.start();
         running.wait_until(|| !job.metrics().is_empty());
-        // Some repeat.
+        // Some batch systems repeat their signal.
         assert!(signal(name, running.pid()) && signal(name, running.pid()));
         running.end().assert(85, &["stopped at step ", words]);
         assert!(!job.committed().is_empty(), "{name}");
@@ -160,12 +160,12 @@ fn ctrl_c_saves_and_a_second_one_ends_at_once() {
         let pid = running.pid();
         for _ in 0..presses {
             assert!(signal("INT", pid));
-            // Two that wait at once would be one.
+            // Two pending signals would be merged into one.
             running.wait_until(|| !waits(pid));
         }
         let ended = running.end();
         assert!(ended.code == code && ended.stderr.contains(words), "{:?}: {}", ended.code, ended.stderr);
-        // The second one may come when the first has saved.
+        // The second signal may arrive after the first one's checkpoint.
         assert!(presses == 2 || !job.committed().is_empty());
     }
 }
@@ -189,7 +189,7 @@ fn with_a_time_limit_that_is_over_at_once_every_start_makes_an_optimizer_step() 
         ("at-once-dpo", Job::pairs("", "job.kind=dpo").on(2)),
     ] {
         let job = job.with("job.steps=2 eval.every_steps=1");
-        // Each evaluation is begun after a step, and made by the next start before its own.
+        // Each evaluation is due after a step, and the next start makes it before its own step.
         let places = in_parts(job.named(&format!("{name}-whole")), &job.named(name));
         assert_eq!(places, [Place::Evaluation; 2], "{name}");
     }
@@ -199,7 +199,7 @@ fn with_a_time_limit_that_is_over_at_once_every_start_makes_an_optimizer_step() 
 fn a_step_interrupted_after_each_of_its_updates_resumes_bitwise() {
     let texts = "ppo.critic_warmup_steps=1 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]";
     let of = |job: Job| job.with("job.steps=2 checkpoint.every_steps=0 ppo.kl_target=0.1");
-    // 2 epochs over 2 minibatches; in parts the optimizer waits in files.
+    // 2 epochs over 2 minibatches. In the interrupted runs the optimizer state is offloaded to files.
     for (name, job, more) in [
         ("updates", of(Job::ppo("").with(MASKED).with(texts)), ""),
         ("updates-offload", of(Job::ppo("").with("model.dtype=bf16")), "mesh.offload=[\"optimizer\",\"roles\"]"),
@@ -242,7 +242,7 @@ fn wait_for_a_moment(job: &Job, running: &mut Running, round: usize) {
     }
 }
 
-/// Runs a job that is killed again and again; it ends as the one that was not.
+/// Runs a job that is killed again and again. It ends like an uninterrupted one.
 fn killed(job: &Job, whole: &Job) {
     for kills in 0..=4 {
         let mut running = job.start();

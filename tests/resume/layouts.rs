@@ -11,7 +11,7 @@ const LAYOUTS: &[(usize, &str)] = &[
     (2, "mesh.tensor=2"),
 ];
 
-/// Every number of the first line; gaps are rounding itself.
+/// Every metric of the first line. The gaps consist of rounding errors.
 fn assert_near(job: &Job, alone: &Job, layout: &str) {
     let (mine, theirs) = (&job.timeless_metrics()[0], &alone.timeless_metrics()[0]);
     for (key, value) in theirs {
@@ -35,7 +35,7 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
         );
         let alone = Job::ppo(&format!("layout-{name}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in layouts.iter().enumerate() {
-            // Fewer at once than a rank's share: ranks take prompts as they come to them.
+            // A batch smaller than a rank's share: ranks claim prompts whenever they have a free slot.
             let job = Job::ppo(&format!("layout-{name}-{i}")).on(*ranks).with(&sets).with("rollout.batch_max=3");
             let job = job.with(layout).done();
             let (mine, theirs) = (&job.rollouts()["step_000001"], &alone.rollouts()["step_000001"]);
@@ -81,8 +81,8 @@ fn an_sft_step_and_evaluation_on_any_layout_have_the_metrics_of_one_rank() {
 
 #[test]
 fn a_run_resumes_on_another_layout_and_reports_what_changed() {
-    // With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding over updates.
-    // Schedules would follow job.steps.
+    // The large eps makes an AdamW step smooth in the gradient, so rounding errors stay small over updates.
+    // A schedule would depend on job.steps.
     let smooth = "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0 \
                   optim.critic.eps=0.1 optim.critic.lr=0.05 optim.critic.schedule=constant optim.critic.warmup_ratio=0.0";
     let whole = Job::ppo("moved-layout-whole").with("job.steps=3").with(smooth).done();

@@ -1,8 +1,8 @@
-//! Rewards rise. Small models with random weights and fixed seeds learn a rule that takes one idea.
+//! Rewards rise: small models with random weights and fixed seeds learn a simple rule.
 
 use crate::resume::job::Job;
 
-/// A response is right where it begins with a digit: 10 of 272 tokens at first, by chance.
+/// A response is right if it begins with a digit, which at first has a chance of 10 in 272.
 fn learns(advantage: &str) {
     let name = format!("learns-{advantage}");
     let sets = format!(

@@ -9,7 +9,7 @@ fn peak(job: &Job) -> f64 {
     *job.numbers("memory_arena_peak_bytes").last().expect("a step was recorded")
 }
 
-/// Runs `job` with its state in memory and in files: alike to the bit, and with less of it in use at once.
+/// Runs `job` with its state in memory and in files. The results are bit-identical, and the second uses less memory.
 fn offloaded(name: &str, job: impl Fn(&str) -> Job) {
     let keeps = job(&format!("{name}-keeps")).done();
     let moves = job(&format!("{name}-moves")).with(OFFLOAD).done();
@@ -66,7 +66,7 @@ fn a_run_stays_within_its_memory_limit_or_ends_with_an_error() {
     }
 }
 
-/// A model that sees far, and one long row to learn: digits, so that a character is a token.
+/// A model with a long context, and one long row of digits, each of which is one token.
 fn long_row() {
     with_context("far", 8192);
     let digits: String = (0..4001u32).map(|i| char::from(b'0' + (i * i % 7) as u8)).collect();
@@ -87,7 +87,7 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     let limit = format!("mesh.arena_bytes_max={}", (peak(&free) * 0.6) as u64);
     let alone = job("alone").with(&limit).with("gradient.recompute=none").run();
     alone.assert(2, &["step 1, train: a tensor of ", "mesh.arena_bytes_max allows", "hint: use more sequence"]);
-    // What the plan makes of such a limit where it may.
+    // The layout that the plan chooses for such a limit if it may.
     let again = job("again").with(&limit);
     again.run().assert(0, &["  recompute    each block except its input"]);
     again.assert_same(&free);
@@ -98,7 +98,7 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     }
 }
 
-/// The memory of a rank is counted from its own chunks alone: here it has one, which waits for none.
+/// The memory of a rank is counted from its own chunks only. Here it has one, which waits for no other.
 #[test]
 fn a_fixed_gradient_order_runs_in_the_memory_that_it_needs() {
     let job = |name: &str| {

@@ -24,7 +24,7 @@ const OF_STEPS: &[&str] = &["loss", "grad_norm", "accuracy", "eval_loss", "eval_
 const OF_TEACHERS: &[&str] = &["loss", "kl_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
 const OF_TEACHERS_AND_ROWS: &[&str] = &["loss", "kl_mean", "ce_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
 
-/// Name and keys of a kind, and what it measures.
+/// Name and keys of a kind of job, and its metrics.
 type Kind = (&'static str, &'static str, &'static [&'static str]);
 
 const PREFERENCES: [Kind; 5] = [
@@ -55,7 +55,7 @@ const DISTILLATIONS: [Kind; 4] = [
     ),
 ];
 
-/// With so large an eps a step of AdamW is smooth in the gradient, and rounding stays rounding.
+/// The large eps makes an AdamW step smooth in the gradient, so rounding errors stay small.
 const SMOOTH: &str =
     "optim.actor.eps=0.1 optim.actor.lr=0.05 optim.actor.schedule=constant optim.actor.warmup_ratio=0.0";
 
@@ -96,17 +96,17 @@ fn steps_and_evaluations_on_any_layout_have_the_metrics_of_one_rank() {
             job(&name, kind).with("job.steps=2 checkpoint.every_steps=0").with(SMOOTH).with(layout)
         };
         let alone = job("").done();
-        // One kind on all of them, each other one on two.
+        // One kind of job runs on all layouts, each other kind on two.
         for layout in LAYOUTS.iter().cycle().skip(2 * i).take(if i == 0 { LAYOUTS.len() } else { 2 }) {
             let job = job(layout).on(2).done();
             for key in *keys {
                 let (mine, theirs) = (job.numbers(key), alone.numbers(key));
                 assert_eq!((mine.len(), theirs.is_empty()), (theirs.len(), false), "{name}: {key} on {layout}");
-                // What is sampled may part after an update.
+                // Samples may differ after an update.
                 let steps = if kind.contains("on_policy") { 1 } else { mine.len() };
                 for (i, (a, b)) in mine.into_iter().zip(theirs).take(steps).enumerate() {
                     let within = if i == 0 && !key.starts_with("eval") { 1e-5 } else { 1e-4 };
-                    // Before the first step a policy is its reference: what is not 0 is rounding.
+                    // Before the first step the policy equals its reference: any other value than 0 is rounding.
                     assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
                 }
             }
@@ -131,8 +131,8 @@ fn every_preference_method_is_planned() {
 fn a_job_of_any_kind_resumes_bitwise_on_its_layout() {
     for ((name, kind, _), layout) in PREFERENCES.iter().chain(&DISTILLATIONS).zip(LAYOUTS.iter().cycle()) {
         let whole = job(&format!("{name}-whole"), kind).on(2).with("job.steps=4").with(layout).done();
-        // In the middle; and behind the end, where mean and std of a reward model's last evaluation come from its
-        // checkpoint.
+        // Stopped in the middle; and after the end, when the mean and std of a reward model's last evaluation are
+        // read from its checkpoint.
         for step in if kind.contains("reward_model") { &[2, 4][..] } else { &[2] } {
             let again = whole.rewound(&format!("{name}-from-{step}"), *step).done();
             again.assert_same(&whole);
@@ -208,7 +208,7 @@ fn a_reward_models_mean_and_std_are_those_of_its_scores_of_held_out_responses() 
         (raw.chunks(2).map(|pair| pair[0] - pair[1]).collect::<Vec<f64>>(), job.numbers("eval_accuracy"));
     let right = margins.iter().filter(|margin| **margin > 0.0).count() as f64 / margins.len() as f64;
     assert_eq!(last.last(), Some(&right), "{margins:?}");
-    // The first of them are recorded with these scores.
+    // The first responses are recorded with these scores.
     let recorded = job.eval_rows().remove(&2).expect("it was evaluated");
     assert!(recorded.len() == margins.len().min(32) && recorded.iter().all(|row| row.correct == (row.margin > 0.0)));
     for (row, scores) in recorded.iter().zip(raw.chunks(2)) {
@@ -218,7 +218,7 @@ fn a_reward_models_mean_and_std_are_those_of_its_scores_of_held_out_responses() 
     }
 }
 
-/// How two ranks share a job with a reward model: as one rank does it, but for the order of sums.
+/// Layouts of two ranks for a job with a reward model. They differ from one rank only by the order of sums.
 const SHARED: &[&str] = &[
     "mesh.data=2 mesh.zero=0",
     "mesh.tensor=2",

@@ -1,4 +1,4 @@
-//! The records of a run are enough to compute its numbers again, outside, from their definitions.
+//! The records of a run suffice to recompute its numbers from their definitions.
 
 use crate::resume::arrays::Arrays;
 use crate::resume::job::Job;

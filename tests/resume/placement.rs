@@ -1,4 +1,4 @@
-//! Roles on rank ranges of their own.
+//! Roles on separate rank ranges.
 
 use crate::resume::job::Job;
 

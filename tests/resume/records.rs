@@ -44,7 +44,7 @@ fn a_file_at_the_path_of_the_export_is_rejected_before_the_first_step() {
     }
     std::fs::remove_file(&out).expect("there");
     job.clone().done();
-    // What an export has written is replaced by another.
+    // An export replaces an earlier export.
     job.with("job.steps=2").done();
 }
 
@@ -110,7 +110,7 @@ fn a_start_completes_what_a_kill_interrupted() {
     std::fs::create_dir_all(job.dir.join("data")).expect("makes");
     let partial = job.dir.join("data/.rows-1.json.7.partial");
     std::fs::write(&partial, "half").expect("writes");
-    // These names differ from the ones that the run left only in what a kill prevents.
+    // The state that a kill leaves: the last renames are missing.
     let kept = job.clone().with("checkpoint.keep_last=1 metrics.rollouts_keep_last=1");
     kept.clone().dry().done();
     assert_eq!((target("latest"), target("best")), ("step-2".into(), "step-9".into()));

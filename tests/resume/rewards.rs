@@ -7,7 +7,7 @@ use rlhf_hpc::checkpoint::newest;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Notes its calls in a file, and hangs while there is the file `hangs`.
+/// Records its calls in a file, and hangs while the file `hangs` exists.
 const REWARD: &str = "import os, time\n\
                       def reward_func(queries, prompts, labels, **kwargs):\n    \
                           open('called', 'w').close()\n    \
@@ -117,7 +117,7 @@ fn a_judge_scores_equally_on_any_layout_and_an_answer_without_a_score_is_a_failu
     assert!(alone.numbers("reward_std")[0] > 0.0 && alone.numbers("eval_samples")[0] > 0.0);
     drops("judge-2").on(2).done().assert_same(&alone);
     drops("judge-placed").placed(&[("actor reference", 1), ("critic reward", 1)]).done().assert_same(&alone);
-    // These sum gradients in another order: the first step alone has the same weights.
+    // These layouts sum gradients in another order, so only the first step has the same weights.
     let first = |job: &Job| job.rollouts()["step_000001"]["score"].clone();
     for (name, layout) in [("judge-tensor", "mesh.tensor=2"), ("judge-zero", "mesh.zero=3")] {
         let job = drops(name).on(2).with(layout).with("gradient.order=fast job.steps=1").done();
@@ -137,8 +137,8 @@ fn a_judge_scores_equally_on_any_layout_and_an_answer_without_a_score_is_a_failu
     of("judge-blind", digit, "{prompt}").run().assert(2, &["prompt must contain {response}"]);
 }
 
-/// Is called when a rank's decoding has ended, before the judge begins; asks the trainer to stop at its third call,
-/// where there is a file `asks`.
+/// A reward that is called when a rank's decoding has ended, before the judge begins. Its third call stops the trainer
+/// if the file `asks` exists.
 const ASKS: &str = r#"
 import os, signal
 calls = 0
@@ -169,10 +169,10 @@ fn a_judge_that_is_interrupted_loses_no_response_and_the_same_command_resumes() 
         newest(&job.checkpoints()).expect("whole").expect("saved")
     };
     std::fs::write(&asks, "").expect("writes");
-    // Behind two calls of the evaluation at the start, of greedy and of sampled responses.
+    // The first evaluation makes two calls before: for greedy and for sampled responses.
     let work = stopped().file("work.bin").expect("the judge is part of the step");
     assert_eq!(work[..2], [0, 16], "all responses are finished, none is learned from");
-    // Behind the step's call and that of the greedy responses.
+    // The step and the greedy responses make one call each before.
     assert!(stopped().manifest.state["run"]["eval_due"] == true, "the judge is part of the evaluation");
     std::fs::remove_file(&asks).expect("there");
     job.done().assert_same(&whole);
@@ -209,7 +209,7 @@ fn a_password_in_a_url_is_used_but_nothing_that_a_run_writes_or_prints_contains_
     assert!(!failing.stderr.contains("PASSWORD"), "{}", failing.stderr);
     failing.assert(75, &["error: ", "/500?key=***: it answered 500"]);
     assert!(failing.stderr.contains("http://***:***@127.0.0.1"), "{}", failing.stderr);
-    // Its own record is no job: the secret is missing.
+    // The recorded job cannot run: the secret is missing.
     job("secret-copied", "http://***:***@127.0.0.1:1/right")
         .run()
         .assert(2, &["has *** in place of a secret", "header_env"]);
@@ -223,7 +223,7 @@ fn a_dry_run_reports_an_unreachable_server() {
     dry(format!("reward.environment=\"{url}\"")).assert(75, &["reward.environment = ", &url]);
 }
 
-/// A certificate for localhost that signs itself, with its key.
+/// A self-signed certificate for localhost, with its key.
 fn certificate(dir: &Path) -> PathBuf {
     let [key, pem] = ["key.pem", "server.pem"].map(|name| dir.join(name));
     // The command of `rlhf-hpc help services`.

@@ -148,7 +148,7 @@ fn vector(job: &Job, step: u64, name: &str) -> Vec<f32> {
 #[test]
 fn the_moving_average_covers_the_weights_after_each_step_and_is_exported_with_them() {
     let job = Job::sft("averaged").with("checkpoint.every_steps=1 checkpoint.keep_last=0");
-    // It begins with the weights that there are.
+    // The average starts at the initial weights.
     job.clone().with("job.steps=1").done();
     let job = job.with("job.steps=4 optim.actor.ema_beta=0.9").done();
     let mut average = vector(&job, 1, "actor.weights");
@@ -176,7 +176,7 @@ fn the_moving_average_covers_the_weights_after_each_step_and_is_exported_with_th
     command::run(place(), &none).refused(65, &["has no average of the actor"]);
 }
 
-/// The arena's own account: a step that kept a buffer would raise the peak of every later one.
+/// Uses the arena's counts: a step that kept a buffer would raise the peak of every later step.
 #[test]
 fn the_memory_of_steps_of_equal_size_does_not_grow() {
     let rows = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| format!("{{\"prompt\": \"{i}+{i}=\"}}\n")).concat();

@@ -1,9 +1,8 @@
-//! Settings and numbers that seldom mean what was meant are warned of once, with the key that changes them; others are
-//! not.
+//! Unusual settings and numbers cause one warning with the key that changes them. Others cause none.
 
 use crate::resume::job::Job;
 
-/// Kind of job, ranks (0: without mpirun), steps (0: a dry run says it), keys, and what is said of them.
+/// Kind of job, ranks (0: without mpirun), steps (0: a dry run warns), keys, and the warnings.
 const WARNED: &[(&str, usize, u32, &str, &[&str])] = &[
     (
         "ppo",
