@@ -52,7 +52,7 @@ fn daemons_of_a_reward_are_killed_with_it_and_other_processes_are_not() {
 }
 
 fn is_dead(pid: &str) -> bool {
-    // A zombie waits for init only.
+    // A zombie has ended: only init has not reaped it.
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid).join("stat"));
     stat.map_or(true, |s| s.contains(") Z") || s.contains(") X"))
 }

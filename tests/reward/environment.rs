@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Counts turns: `<TURN:TEXT:LEVEL OF THE ROW>`, half a point more each time, and over with the third.
+/// Counts turns: answers `<TURN:TEXT:LEVEL OF THE ROW>`, adds half a point each time, and ends after the third.
 const COUNTS: &[(&str, &str)] = &[
     (
         "a class",
@@ -109,7 +109,7 @@ fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result
     Ok(replies)
 }
 
-/// Checks the replies of all of them to a, b and c.
+/// Checks all their replies to a, b and c.
 fn assert_counts(replies: &[Reply], what: &str) {
     for (i, (reply, text)) in replies.iter().zip(["a", "b", "c"]).enumerate() {
         let n = i + 1;

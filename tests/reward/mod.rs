@@ -1,4 +1,4 @@
-//! Rewards: rules, Python files that behave and that do not, and mixtures.
+//! Rewards: rules, working and faulty Python files, and mixtures.
 
 mod children;
 mod environment;

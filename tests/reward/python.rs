@@ -25,7 +25,7 @@ impl Job {
         self.dir.path().join(name)
     }
 
-    /// By default both responses in one call, and no second try, so that each test sees its fault once.
+    /// By default both responses are in one call without a retry, so each test sees its failure once.
     pub fn reward(&self, more: &str) -> Result<Reward> {
         self.in_run(more, &RewardContext::default())
     }
@@ -204,7 +204,7 @@ def f(completions, **kwargs):
     }
 }
 
-/// Fails on its first calls, or where it is loaded (a file remembers over children), then answers.
+/// Fails on its first calls, or when it is loaded, then answers. A file keeps the count across child processes.
 fn failing_first(times: usize, is_loaded: bool, fault: &str) -> Job {
     let (at_load, at_call) = if is_loaded { ("fails()", "None") } else { ("", "fails()") };
     Job::new(&format!(
@@ -339,7 +339,7 @@ def f(completions, **kwargs):
 
 #[test]
 fn a_child_gets_the_configured_environment_memory_and_gpus() {
-    // Cargo sets CARGO_MANIFEST_DIR for tests: what the child must not see unless it is passed on.
+    // Cargo sets CARGO_MANIFEST_DIR for tests. The child must not see it unless it is passed on.
     let passed = "pass_env = [\"CARGO_MANIFEST_DIR\"]";
     let hidden = "[os.environ.get(f'{n}_VISIBLE_DEVICES') for n in ('CUDA', 'HIP', 'ROCR')] == ['', '-1', '']";
     let child = |sees: &str, setting: &str| {

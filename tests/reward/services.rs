@@ -67,7 +67,7 @@ fn ends_as_declared(make: &dyn Fn(&str) -> Reward, what: &str, words: &str) {
 #[test]
 fn a_failure_is_handled_as_configured_and_does_not_change_other_scores() {
     let server = Server::start();
-    // On a busy machine, a good answer may take seconds.
+    // On a busy machine, a valid answer may take seconds.
     let limit = |words: &str| if words.contains("within 3 s") { "timeout_s = 3.0" } else { "timeout_s = 60.0" };
     std::thread::scope(|scope| {
         for &(fault, words) in PYTHON {
@@ -164,7 +164,7 @@ fn a_response_is_scored_while_others_are_unfinished_and_a_batch_when_it_is_compl
     reward.push(first + 1, &prompt, &b);
     comes_true("b is scored alone", || job.path("b").exists());
     assert!(!reward.wait(Instant::now()));
-    // What was asked for is forgotten, as where a run stops; then another round.
+    // Pending requests are dropped, as when a run stops. Then another round begins.
     reward.cancel();
     let mut reward = job.reward(&python(2)).unwrap();
     let first = reward.expect(3);
