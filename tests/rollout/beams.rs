@@ -26,7 +26,7 @@ fn a_search_is_the_same_for_any_other_requests_batch_chunk_and_cache_size() {
     for (request, expected) in requests.chunks(3).zip(expected.chunks(3)) {
         assert_eq!(found(&config, request), expected, "alone");
     }
-    // Room for the longest prompt's beams alone: 2 pages of the prompt are all of theirs.
+    // Space for the beams of the longest prompt only, which share the 2 pages of the prompt.
     let pages = 90 / PAGE + 3 * ((90 + 39_usize).div_ceil(PAGE) - 90 / PAGE);
     let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
     for changed in [

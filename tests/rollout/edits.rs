@@ -47,7 +47,7 @@ fn bad_words_do_not_occur_and_biases_make_tokens_certain_or_impossible() {
         let request = edited(request, vec![(12, 2.0)], words.clone());
         let got = search(&tiny, &config(30, 1), beams, std::slice::from_ref(&request)).expect("a search").remove(0);
         assert!(words.iter().all(|word| !occurs(&request, &got, word)), "{got:?}");
-        // What the bias adds to a log-probability is in the score.
+        // The score includes the bias that was added to a log-probability.
         let more = 2.0 * got.tokens.iter().filter(|token| **token == 12).count() as f32;
         let sum = got.logprobs.iter().sum::<f32>() + more;
         assert!((got.score.expect("a score") - sum / got.tokens.len() as f32).abs() < 1e-4, "{got:?}");
@@ -105,6 +105,6 @@ fn a_request_with_its_own_seed_samples_from_it_at_any_position() {
     let own = Rng::new(42, Purpose::Sample);
     let by_id: Vec<Request> = requests.iter().map(|request| Request { prompt_id: 0, ..request.clone() }).collect();
     let by_seed: Vec<Request> = requests.iter().map(|request| Request { rng: Some(own), ..request.clone() }).collect();
-    // The calls of these tests have the seed 42, too.
+    // The calls of these tests also use seed 42.
     assert_eq!(complete(&tiny, &config(20, 2), &by_seed), complete(&tiny, &config(20, 2), &by_id), "step {STEP}");
 }

@@ -38,7 +38,7 @@ pub fn config(new_tokens: usize, samples: usize) -> RolloutConfig {
     }
 }
 
-/// Runs `requests` to their end.
+/// Generates all responses to `requests`.
 pub fn run(
     tiny: &Tiny,
     config: &RolloutConfig,
@@ -48,7 +48,7 @@ pub fn run(
     run_at_step(tiny, config, requests, tokenizer, &|| false, STEP)
 }
 
-/// The step of all runs that do not say otherwise.
+/// The step of all runs that do not set one.
 pub const STEP: u32 = 3;
 
 pub fn run_at_step(

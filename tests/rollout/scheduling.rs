@@ -1,4 +1,4 @@
-//! Which sequence is fed when, and who holds which pages.
+//! The order in which sequences are fed, and the owners of pages.
 
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
@@ -19,7 +19,7 @@ struct Rehearsal {
     forwards: usize,
     running_max: usize,
     limits: Limits,
-    /// Groups that are held back, the next one last; none where all wait from the start.
+    /// Groups that are not submitted yet, the next one last. Empty if all are submitted at the start.
     held: Option<Vec<Range<usize>>>,
 }
 
@@ -49,7 +49,7 @@ impl Rehearsal {
         }
     }
 
-    /// Its groups come one after the other, as there is room.
+    /// Submits its groups one after the other, as slots become free.
     fn held_back(mut self) -> Self {
         self.scheduler.open();
         let groups: Vec<usize> = self.specs.iter().map(|spec| spec.group).collect();
@@ -188,12 +188,12 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
         let done = Rehearsal::new(&specs, &lengths, limits).run();
         done.assert_complete();
         assert!(done.running_max <= limits.batch_max);
-        // With the pages that are wanted no sequence gives back its own.
+        // With the requested number of pages, no sequence is preempted.
         let pages = pages_wanted(specs.iter().copied(), limits.batch_max);
         let done = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).run();
         done.assert_complete();
         assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {limits:?}");
-        // The order is the same where they come as there is room, and as many run at once.
+        // The order and the number of running sequences are the same if groups are added as slots become free.
         let held = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).held_back().run();
         held.assert_complete();
         assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {limits:?}");
@@ -254,7 +254,7 @@ fn pages_of_a_common_prefix_are_prefilled_once() {
 
 #[test]
 fn a_finished_sequence_frees_its_slot_at_once() {
-    // 2 lanes, one long sequence: the 30 short ones pass through the other lane one after another.
+    // 2 slots, one long sequence: the 30 short ones use the other slot one after another.
     let specs = groups(&[5; 31], 1, 200);
     let mut lengths = [6; 31];
     lengths[0] = 150;
@@ -266,7 +266,7 @@ fn a_finished_sequence_frees_its_slot_at_once() {
 
 #[test]
 fn a_pool_for_few_sequences_runs_the_others_later_without_preemption() {
-    // Full-length responses are what the scheduler expects at first: it never has to take pages away.
+    // At first the scheduler expects full-length responses, so it never has to preempt.
     let specs = groups(&[40; 20], 1, 100);
     let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &[100; 20], limits).run();

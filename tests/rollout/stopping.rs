@@ -88,7 +88,7 @@ fn tokenizer() -> Tokenizer {
     let mut vocab = serde_json::Map::new();
     for i in 0..97 {
         let piece = if i < 3 { special[i] } else { pieces[i % 8] };
-        // A text stands for one token only: later ones get a number.
+        // Texts must differ, so later tokens get a number.
         let text = if vocab.contains_key(piece) { format!("{piece}{i}") } else { piece.to_owned() };
         vocab.insert(text, i.into());
     }

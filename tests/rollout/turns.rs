@@ -1,4 +1,4 @@
-//! Responses of several turns: text between turns is read after the cached tokens, whenever it arrives.
+//! Responses of several turns: text of the environment is read after the cached tokens, whenever it arrives.
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::rollout::models::{STEP, Tiny, config, llama};
@@ -11,7 +11,7 @@ use rlhf_hpc::rollout::{Engine, Hooks, Model, Outcome};
 use rlhf_hpc::tensor::DType;
 use std::collections::VecDeque;
 
-/// Answers a turn with its last tokens, backwards, and ends the third one. Its answers arrive after a number of
+/// Answers a turn with its last tokens in reverse order, and ends the third one. The answers arrive after a number of
 /// forwards.
 struct Echo {
     delay: usize,
