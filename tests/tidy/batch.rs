@@ -198,7 +198,7 @@ const DEATHS: [(&str, i32, &str, i32); 10] = [
         139,
     ),
     ("", 143, "error: a rank was killed by signal 15 (SIGTERM), exit code 143", 143),
-    // Not every code above 128 is a signal's.
+    // Not every exit code above 128 comes from a signal.
     ("mpiexec: no proxy", 255, "error: the run ended with exit code 255; its own message is above", 255),
     ("error: row 7 is empty", 65, "error: the run ended with exit code 65; its own message is above", 65),
     ("step 3", 0, "step 3", 0),

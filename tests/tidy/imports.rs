@@ -53,7 +53,7 @@ impl Source {
                 let (path, alias) = name.split_once(" as ").unwrap_or((name, ""));
                 let path: Path = path.split("::").filter(|s| !s.is_empty()).map(str::to_owned).collect();
                 let name = if alias.is_empty() { path[path.len() - 1].clone() } else { alias.trim().to_owned() };
-                // An inline module takes from the file that it stands in.
+                // An inline module imports from the file that contains it.
                 if path[0] != "super" || import[1].is_empty() {
                     uses.push(Use { name, path, is_reexport: import.get(2).is_some() });
                 }
@@ -121,8 +121,8 @@ impl Tree {
         Some([&at[..], rest].concat())
     }
 
-    /// The files that a path from the root passes: the one that defines the item, and those that re-export it from
-    /// elsewhere. None for a whole module that is imported.
+    /// The files on a path from the root: the one that defines the item, and those that re-export it. None if a whole
+    /// module is imported.
     fn targets(&self, path: &[String], is_import: bool) -> Vec<&str> {
         let mut at = Vec::new();
         for (i, name) in path.iter().enumerate() {
@@ -178,7 +178,7 @@ fn every_module_has_a_level_and_imports_go_strictly_down() {
         for (named, _) in TREE.named(path) {
             let target =
                 named.first().filter(|target| *target != module).and_then(|target| levels.get_key_value(target));
-            // The nouns of level 0 may name each other; between other modules of one level there is no way.
+            // Modules of level 0 may import each other. Other modules of one level may not.
             let Some((target, other)) = target.filter(|(_, other)| **other > level.saturating_sub(1)) else { continue };
             faults.insert(format!("{}: {module} (level {level}) imports {target} ({other})", source.file));
         }

@@ -96,7 +96,7 @@ fn example(table: &str) -> String {
     inner.map(|line| &line[2..]).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-/// Holds the example of a table equal to the defaults of its keys, all of which are there and explained.
+/// Asserts that a table's example has the default of every key, with an explanation.
 fn is_shown<T: Default + DeserializeOwned + Serialize + PartialEq + Debug>(table: &str) {
     let text = example(table);
     assert_eq!(toml::from_str::<T>(&text).unwrap(), T::default());
@@ -121,7 +121,7 @@ fn every_job_in_the_tree_is_valid() {
     let found = files("jobs", &[".toml"]);
     assert!(found.len() >= 4, "{} jobs", found.len());
     for path in found.iter().map(|file| root().join(&file.name)) {
-        // The manual names no reward: its defaults are not a job yet.
+        // The manual sets no reward, so its defaults are not a complete job.
         let overrides: &[String] = if path.ends_with("reference.toml") {
             &["reward.rule=exact".to_owned(), "job.steps=1".to_owned()]
         } else {

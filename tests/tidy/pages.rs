@@ -56,7 +56,7 @@ fn the_pages_name_only_existing_keys() {
     let (mut table, mut keys, mut tables) = (String::new(), BTreeSet::new(), BTreeSet::new());
     let name_of = Regex::new(r"^\[+([a-z_.]+)\]+$").unwrap();
     for line in reference.lines().map(|line| line.trim_start_matches("# ")) {
-        // Comments begin with brackets, too.
+        // Comments may begin with brackets, too.
         if let Some(name) = name_of.captures(line) {
             table = name[1].to_owned();
             keys.insert(table.clone());

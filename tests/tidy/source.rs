@@ -34,7 +34,7 @@ pub fn files(dir: &str, endings: &[&str]) -> Vec<File> {
     out
 }
 
-/// Every file below `dir`, but for what is built or made by runs.
+/// Every file below `dir`, except for build outputs and files of runs.
 pub fn walk(dir: &Path, visit: &mut dyn FnMut(&Path)) {
     let skipped = ["target", ".git", "work", "runs", "__pycache__"];
     for path in fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()) {

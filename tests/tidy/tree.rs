@@ -39,7 +39,7 @@ fn scripts_that_are_run_by_name_are_executable() {
 
 #[test]
 fn no_file_names_the_place_where_it_was_written() {
-    // Put together here, so that this file does not name them.
+    // Concatenated, so that this file does not contain them.
     let places = [concat!("/", "work/"), concat!("..", "/shared"), concat!("/root", "/"), concat!("index", "-url")];
     let mut faults = Vec::new();
     walk(&root(), &mut |path| {
@@ -109,7 +109,7 @@ fn no_file_is_dead() {
     for file in &kernels {
         let name = &file.name["cuda/".len()..];
         let (by, words) = match name.strip_suffix(".cu") {
-            // Names of its kernels, without the numbers of a family.
+            // Names of its kernels, without the sizes in the names of a family.
             Some(_) => {
                 let kernels = file.text.lines().filter_map(|line| line.strip_prefix("KERNEL "));
                 let kernels = kernels.filter_map(|line| match line.strip_prefix("__launch_bounds__") {
@@ -128,7 +128,7 @@ fn no_file_is_dead() {
     let scripts = files("tests/golden", &[".py"]);
     for name in scripts.iter().map(|file| &file.name["tests/golden/".len()..]) {
         let stem = name.trim_end_matches(".py");
-        // A script that checks instead of making a golden stands in the records of the runs it checked.
+        // A script that checks a result, and makes no golden, is named in the records of the runs it checked.
         let is_named = rust.iter().any(|file| file.text.contains(&format!("golden/{stem}")))
             || files("bench/runs", &[".md"]).iter().any(|file| file.text.contains(name));
         if !is_named {
