@@ -21,7 +21,7 @@ fn names(dir: &std::path::Path) -> Vec<String> {
     names
 }
 
-/// Runs `body`, the rest of the test `name`, in a process of its own.
+/// Runs `body`, the rest of the test `name`, in its own process.
 fn alone(name: &str, body: fn()) {
     if std::env::var_os("ALONE").is_some() {
         return body();
@@ -33,7 +33,7 @@ fn alone(name: &str, body: fn()) {
     assert!(String::from_utf8_lossy(&done.stdout).contains("1 passed"), "there is no test {name}");
 }
 
-/// Limits the size of files that this process writes, as a disk does that becomes full under it.
+/// Limits the size of files that this process writes, like a disk that becomes full.
 fn limit_files(bytes: u64) {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: an ignored signal has no handler, and the others read and write one value.

@@ -1,4 +1,4 @@
-//! Tokens that an environment wrote: they are read, but no number about them changes what is learned or reported.
+//! Environment tokens: the model reads them, but no value at them changes the loss, the weights or the metrics.
 
 use rlhf_hpc::advantage::{self, AdvantageState};
 use rlhf_hpc::comm::Axes;

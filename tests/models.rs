@@ -1,4 +1,4 @@
-//! Tiny models and what is sampled from them, for every test program.
+//! Tiny models and their samples, for every test program.
 
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::experience::{Prompt, Response};

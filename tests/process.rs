@@ -32,7 +32,7 @@ pub struct Ended {
     pub stderr: String,
 }
 
-/// A program at work.
+/// A running program.
 pub struct Running {
     pub child: Child,
     pub since: Instant,

@@ -1,4 +1,4 @@
-//! Tests that start the program, and plans, which are held against what the arena of a process counted.
+//! Tests that start the program, and tests of plans, which are compared with the arena's count of a whole process.
 
 mod cli;
 mod plan;

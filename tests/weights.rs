@@ -6,7 +6,7 @@ use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head, Shards, TensorPart, Weights, init};
 use rlhf_hpc::tensor::DType;
 
-/// A part of random weights, in which no two elements of a norm or a bias are alike either.
+/// A shard of random weights. All elements of a norm or a bias differ, too.
 pub fn weights(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64, part: TensorPart) -> Weights {
     let mut weights = init::init_on(device, arch, head, dtype, seed, part);
     let table = weights.table.clone();
@@ -20,7 +20,7 @@ pub fn weights(device: Device, arch: &Arch, head: Head, dtype: DType, seed: u64,
     weights
 }
 
-/// This rank's ranges of weights that are all here; as many as they are below stage 3.
+/// This rank's ranges of weights that are complete here. Below stage 3, all of them.
 pub fn sharded(all: &Weights, shards: &Shards) -> Weights {
     let (table, len) = (all.table.clone(), all.table.len());
     let mut own = Weights::scratch(table, all.dtype(), shards);
@@ -28,7 +28,7 @@ pub fn sharded(all: &Weights, shards: &Shards) -> Weights {
     own
 }
 
-/// That whole weights are others bit by bit, and in f32 what layers read of them.
+/// Asserts that complete weights equal others bit by bit, and that their f32 copies do, too.
 pub fn assert_same(what: &str, got: &Weights, want: &Weights) {
     assert_eq!((got.dtype(), got.is_sharded()), (want.dtype(), false), "{what}");
     assert_eq!(got.table.specs(), want.table.specs(), "{what}");
@@ -41,7 +41,7 @@ pub fn assert_same(what: &str, got: &Weights, want: &Weights) {
     }
 }
 
-/// Layouts of training, meshes and stages: some of each kind, on any world.
+/// Training layouts (mesh and stage): some of each kind, for any world size.
 pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
     let n = world.size;
     let mesh = |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor };
