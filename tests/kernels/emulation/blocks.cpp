@@ -1,7 +1,7 @@
-// Blocks of one launch that wait for each other: numbers, and the values that a block publishes to later blocks.
+// Blocks of one launch that wait for each other: flags, and values that a block publishes to later blocks.
 //
-// Who reads what another said knows what that one had done before its last barrier, and what it knew itself. Another access
-// to the same bytes by both is an error, in whatever order they ran.
+// A block that reads another's flag is ordered after that block's accesses before its last barrier, and after the
+// accesses that were ordered before them. Other accesses of both to the same bytes are an error, in any order.
 #include "state.h"
 
 #include <sched.h>
@@ -13,7 +13,7 @@ namespace emulated {
 
 namespace {
 
-// How long no block may say anything while all wait.
+// The time limit without a new flag while all blocks wait.
 constexpr double PATIENCE_S = 3.0;
 
 // The value at an address and its writer, before and now.
@@ -34,7 +34,7 @@ double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What a thread has seen of a block before says less.
+// An earlier entry of the same block has no more information.
 void learn(std::vector<Known>& known, Known more) {
     for (Known& k : known) {
         if (k.serial != more.serial || k.thread != more.thread) continue;
@@ -44,7 +44,7 @@ void learn(std::vector<Known>& known, Known more) {
     known.push_back(more);
 }
 
-// Whether thread `i` may count on it now.
+// Whether thread `i` is ordered after it now.
 bool holds(const State& s, const Known& k, int i) {
     if (k.phase != s.phase || k.thread == i) return true;
     return k.thread / LANES == i / LANES && k.warp_phase != s.warp_phase[i / LANES];

@@ -1,4 +1,4 @@
-// What the emulated driver reads in a cubin or in PTX.
+// The parts of a cubin or of PTX that the emulated driver reads.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ template <class T> T number_at(const char* at) {
     return number;
 }
 
-// A section of a cubin: where its header is; null where there is none of that name.
+// The header of a section of a cubin; null if it has no section of that name.
 const char* section(const Module& module, const std::string& name) {
     const char* image = module.image.data();
     const char* sections = image + number_at<uint64_t>(image + 40);

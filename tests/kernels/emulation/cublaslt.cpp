@@ -1,5 +1,5 @@
-// cuBLASLt emulated on the CPU: the functions that src/device/cuda/cublaslt.rs calls, with a naive product of column-major
-// matrices. Sums are f64, so their bits are others than those of the exact kernels.
+// cuBLASLt emulated on the CPU: the functions that src/device/cuda/cublaslt.rs calls, with a naive GEMM of column-major
+// matrices. Sums are f64, so their bits differ from those of the exact kernels.
 #include <unistd.h>
 #include <cstdint>
 #include <cstdlib>
@@ -60,7 +60,7 @@ struct Work {
 
 // D = op(A) op(B) + beta C + bias.
 void compute(const Work& w) {
-    // Tests let it take its time.
+    // A delay that tests can set.
     if (const char* delay = std::getenv("EMULATED_CUBLASLT_DELAY_MS")) usleep(1000 * std::atoi(delay));
     uint64_t inner = w.p.transposed[0] ? w.a.rows : w.a.columns;
     std::vector<float> a = w.a.lines(w.a_at, w.p.transposed[0]), b = w.b.lines(w.b_at, !w.p.transposed[1]);
@@ -84,7 +84,7 @@ void compute(const Work& w) {
 #define TOLD \
     if (int status = failing::next(__func__).status) return status
 
-// How often a function was called, or a product of a form was asked for.
+// How often a function was called, or a GEMM of a form was requested.
 extern "C" uint64_t emulated_calls(const char* name) { return failing::calls().count(name); }
 
 extern "C" size_t cublasLtGetVersion() {
@@ -143,7 +143,7 @@ API cublasLtMatmul(void*, Product* product, const float*, const void* a_at, Layo
     failing::next(product->transposed[0] ? "forward" : product->transposed[1] ? "weight" : "input");
     if (*beta != 0) failing::next("added");
     if (d->type == F32) failing::next("in_f32");
-    // The stream does it when its turn comes; in a graph, at each replay.
+    // Runs in stream order; in a graph, at each replay.
     Work* work = new Work{*product, *a, *b, *d, a_at, b_at, c_at, d_at, *beta};
     return cuLaunchHostFunc(stream, [](void* data) { compute(*static_cast<Work*>(data)); }, work);
 }

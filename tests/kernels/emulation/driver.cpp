@@ -1,21 +1,22 @@
 // The driver of the emulated GPU: the functions of libcuda.so.1, of libnvidia-ml.so.1 and of NVRTC that src/device/cuda calls, over
 // the kernels of the same library.
 //
-// It is as late as a real one may be: work in a stream is done only when somebody waits for it, and no more of it. With
-// CUDA_LAUNCH_BLOCKING=1 it is done at once, and a launch returns its own failure. It rejects what a real driver
-// rejects: threads without the context, also threads that free; cubins newer than itself (EMULATED_CUDA, 13000 if
-// unset); blocks and shared memory beyond what the cubin and the GPU allow; the time between marks that keep none, or
-// are not reached; waits in a capture; memory beyond EMULATED_BYTES. Its compute capability is EMULATED_CAPABILITY (80 if
-// unset), and it loads PTX on any. It also rejects copies of host memory that is not
-// pinned, which a real driver makes, but not asynchronously, and launches with another number of arguments than the
-// kernel has. It has EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
+// It is as late as a real one may be: work in a stream runs only when a caller waits for it, and only as far as needed.
+// With CUDA_LAUNCH_BLOCKING=1 it runs at once, and a launch returns its own failure. It rejects the same calls as a
+// real driver: calls and frees of threads without the context; cubins newer than itself (EMULATED_CUDA, 13000 if
+// unset); blocks and shared memory beyond the limits of the cubin and the GPU; elapsed times of events without timing
+// or that are not reached; waits in a capture; memory beyond EMULATED_BYTES. Its compute capability is
+// EMULATED_CAPABILITY (80 if unset), and it loads PTX on any. It also rejects copies of unpinned host memory, which a
+// real driver makes, but not asynchronously, and launches with another number of arguments than the kernel has. It has
+// EMULATED_GPUS GPUs; if unset one for each rank, at least 2.
 //
-// A graph runs its nodes in an order that only its edges bind. Streams join a capture by an event of it and must be joined
-// again before it ends; an event of a capture is waited for nowhere else, and none of elsewhere within. A graph that is
-// launched when memory that its kernels or collectives were given is freed fails, and so does every later call.
+// A graph runs its nodes in an order that only respects its edges. A stream joins a capture by waiting for an event of
+// it, and must be joined again before the capture ends. Waits for events across a capture's border are rejected. A
+// launch of a graph whose arguments point to freed memory fails, and so does every later call.
 //
-// Any call fails where EMULATED_FAILS says so (failing.h). What a real driver does not recover from, as an access to an illegal
-// address, every later call answers, too. EMULATED_TAKEN bytes of its memory another process has.
+// EMULATED_FAILS selects calls that fail (failing.h). After a failure from which a real driver does not recover, such
+// as an illegal address, every later call returns it, too. Another process uses EMULATED_TAKEN bytes of the GPU's
+// memory.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -64,11 +65,11 @@ enum Status {
     CapturedEvent = 907,
 };
 
-// Statuses with their names and words as a real driver has them.
+// Statuses with the names and messages of a real driver.
 struct Words {
     int status;
     const char *name, *meaning;
-    // Whether the context is lost with it: then every later call answers the same.
+    // Whether the context is lost: then every later call returns the same status.
     bool lasts;
 };
 
@@ -100,23 +101,23 @@ const Words* words_of(int status) {
 std::recursive_mutex driver;
 thread_local bool entered = false;
 bool started = false;
-// What went wrong in the kernel that failed last.
+// The error of the last kernel that failed.
 std::string complaint;
 // A kernel's fault, which every later call returns.
 std::atomic<int> fault{Success};
 size_t total = size_t{1} << 30, used = 0;
 struct Run {
     size_t bytes;
-    // The how manieth that was allocated.
+    // The serial number of the allocation.
     uint64_t serial;
 };
 std::map<uint64_t, Run> allocated;
 // Pinned host memory. A real driver also copies other memory, but not asynchronously.
 std::map<uint64_t, size_t> pinned;
-// Captures that are under way.
+// Active captures.
 std::map<uint64_t, Graph*> capturing;
 
-// Never destroyed: a thread may be at them when the process ends.
+// Never destroyed: a thread may use them when the process ends.
 std::vector<Stream*>& streams = *new std::vector<Stream*>;
 // Calls that were made.
 std::atomic<uint64_t> calls{0};
@@ -126,7 +127,7 @@ int setting(const char* name, int otherwise) {
     return value ? std::atoi(value) : otherwise;
 }
 
-// What every call begins with.
+// The beginning of every call.
 int ready() {
     calls++;
     if (!started || !entered) return InvalidContext;
@@ -147,7 +148,7 @@ int told(const char* call) {
     return status;
 }
 
-// What is destroyed or freed by a thread without the context stays for ever, and nobody looks at the status.
+// A resource that a thread without the context destroys or frees leaks, and callers ignore the status.
 int gone(const char* call) {
     if (entered) return Success;
     std::fprintf(stderr, "emulated driver: %s by a thread without the context\n", call);
@@ -155,7 +156,7 @@ int gone(const char* call) {
     return InvalidContext;
 }
 
-// Does what the streams hold, as far as it waits for no other rank.
+// Runs the work in the streams, as far as it does not wait for another rank.
 void try_all() {
     for (size_t i = 0; i < streams.size(); i++) {
         unfinished = false;
@@ -164,7 +165,7 @@ void try_all() {
     unfinished = false;
 }
 
-// Whether the GPU does nothing by itself: tests want it as late as can be (EMULATED_PASSIVE).
+// Whether the GPU is as late as possible, for tests (EMULATED_PASSIVE).
 bool is_late() {
     static bool late = std::getenv("EMULATED_PASSIVE") != nullptr;
     return late;
@@ -186,8 +187,8 @@ template <class Done> void wait_for(Stream* stream, Done done) {
     trying = false;
 }
 
-// If GPUs work together, one may wait for another whose host waits for something else. So if no call is made for a
-// while, this one continues by itself.
+// With several GPUs, one may wait for another whose host waits for something else. So if no call is made for a
+// while, this GPU runs its work by itself.
 void go_on() {
     entered = trying = true;
     bool idle = false;
@@ -200,7 +201,7 @@ void go_on() {
     }
 }
 
-// What begins at an address or before it, and nearest; the end where nothing does.
+// The last entry that begins at an address or before it; the end if there is none.
 template <class Runs> typename Runs::iterator before(Runs& runs, uint64_t address) {
     auto after = runs.upper_bound(address);
     return after == runs.begin() ? runs.end() : --after;
@@ -222,7 +223,7 @@ Use use_of(uint64_t address) {
     return {address, inside ? run->second.serial : 0};
 }
 
-// Work of a node, which fails where memory that it was given has gone.
+// The work of a node. It fails if memory of its arguments was freed.
 Work guarded(const Node& node) {
     return [work = node.work, uses = node.uses] {
         for (const Use& use : uses) {
@@ -241,7 +242,7 @@ int ends_capture(Stream* stream, int status) {
     return status;
 }
 
-// Whether work runs at the same time as the computing.
+// Whether work runs concurrently with the compute stream.
 bool is_beside(const Stream* stream) { return stream != streams[0] && !stream->capture; }
 
 int copy(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
@@ -447,7 +448,7 @@ API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, Stream* stre
     return Success;
 }
 
-// How a library that plays on this GPU starts its work.
+// Starts work of another emulated library on this GPU.
 API cuLaunchHostFunc(Stream* stream, void (*work)(void*), void* of) {
     LOCK;
     if (int status = ready()) return status;
@@ -466,7 +467,7 @@ API cuStreamCreateWithPriority(Stream** stream, unsigned, int priority) {
 
 extern "C" int emulated_priority(Stream* stream) { return stream->priority; }
 
-// What a library that plays on this GPU takes of its memory.
+// Memory of this GPU that another emulated library uses.
 extern "C" void emulated_take(size_t bytes) {
     LOCK;
     used += bytes;
@@ -531,7 +532,7 @@ API cuEventSynchronize(Event* event) {
     return fault;
 }
 
-// Without the lock: another thread may be in a stream's work for long.
+// Without the lock: another thread may run a stream's work for a long time.
 API cuEventQuery(Event* event) {
     if (!started || !entered) return InvalidContext;
     TOLD;
@@ -557,21 +558,21 @@ API cuEventDestroy_v2(Event*) {
     return fault;
 }
 
-// Whether work that must wait for another rank is to answer -1 instead.
+// Whether work returns -1 instead of waiting for another rank.
 extern "C" bool emulated_trying() { return trying; }
 
-// What work of another emulated library has answered.
+// The result of work of another emulated library.
 void answered(int status) {
     if (status < 0) unfinished = true;
     else if (status) fault = LaunchFailed;
 }
 
-// For other emulated libraries: work of theirs in the order of a stream. It answers 0 where it succeeds.
+// For other emulated libraries: enqueues their work in a stream. It returns 0 on success.
 API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
     std::unique_lock<std::recursive_mutex> lock(driver);
     if (int status = ready()) return status;
     if (blocking && !stream->capture) {
-        // It waits for other ranks, which may wait for another thread of this one.
+        // The work waits for other ranks, which may wait for another thread of this rank.
         lock.unlock();
         return work(data) ? LaunchFailed : Success;
     }
@@ -586,7 +587,7 @@ API emulated_enqueue(Stream* stream, int (*work)(void*), void* data) {
 
 // ---- kernels ----
 
-// What the emulated NVRTC makes of any source.
+// The output of the emulated NVRTC for any source.
 const char COMPILED[] = "emulated";
 
 API cuModuleLoadData(Module** module, const void* data) {
@@ -595,7 +596,7 @@ API cuModuleLoadData(Module** module, const void* data) {
     if (!std::strcmp(image, COMPILED)) return *module = new Module, Success;
     if (!std::memcmp(image, "//", 2)) return *module = new Module{{}, image}, Success;
     bool is_cubin = !std::memcmp(image, "\177ELF", 4) && static_cast<unsigned char>(image[18]) == 190;
-    // Cubins of CUDA 13 are of ABI 8.
+    // Cubins of CUDA 13 have ABI 8.
     if (!is_cubin || (image[8] >= 8 && setting("EMULATED_CUDA", 13000) < 13000)) return InvalidImage;
     size_t sections = size_t{number_at<uint16_t>(image + 58)} * number_at<uint16_t>(image + 60);
     size_t bytes = number_at<uint64_t>(image + 40) + sections;
@@ -603,7 +604,7 @@ API cuModuleLoadData(Module** module, const void* data) {
     return Success;
 }
 
-// A kernel that the library was built without is missed when it is launched.
+// A kernel that the library does not contain is an error at its launch.
 API cuModuleGetFunction(Function** function, Module* module, const char* name) {
     READY;
     *function = new Function{emulated_find(name), name};
@@ -643,7 +644,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
     if (!fits || static_cast<int>(shared) > function->shared_max) return InvalidValue;
     const emulated::Entry* kernel = function->kernel;
     complaint = kernel ? "" : "there is no such kernel";
-    // A real one runs it, with fewer blocks on a multiprocessor.
+    // A real GPU runs it with fewer blocks per multiprocessor.
     if (shared > 48 << 10 && function->carveout != 100) complaint = "more than 48 KiB of shared memory without a carve-out";
     uint32_t count = kernel ? kernel->parameters : 0;
     // The caller's list ends with a null.
@@ -651,7 +652,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         if (!arguments[i] == (i < count)) complaint = "the kernel has " + std::to_string(count) + " parameters";
     }
     if (!complaint.empty()) return LaunchFailed;
-    // The caller's arguments end with this call.
+    // The caller's arguments are valid only during this call.
     std::vector<uint64_t> words(count);
     std::vector<Use> uses;
     for (uint32_t i = 0; i < count; i++) {
@@ -662,7 +663,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         std::vector<void*> places;
         for (uint64_t& word : words) places.push_back(&word);
         uint32_t grid[3] = {x, y, z};
-        // Tests let exact products take their time.
+        // A delay of exact GEMMs that tests can set.
         const char* delay = std::getenv("EMULATED_MATMUL_DELAY_MS");
         if (delay && function->name.rfind("matmul_", 0) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(delay)));
         if (const char* why = emulated_launch(*kernel, grid, block, shared, places.data())) {
@@ -675,7 +676,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
         if (spoiled.comes) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(spoiled.status)]), 0, 1024);
     };
     stream->add(std::move(run), std::move(uses));
-    // A launch that blocks returns its failure itself, and others may follow.
+    // A blocking launch returns its own failure, and later launches may succeed.
     return blocking && !stream->capture ? fault.exchange(Success) : static_cast<int>(Success);
 }
 

@@ -1,11 +1,11 @@
-// A GPU emulated on the CPU, for tests: each thread of a block is a fiber, and the lanes of a warp meet at every instruction that
-// needs all of them. What a GPU would hide is an error here, with the block, the thread and the line of the source:
-// - accesses outside an allocation, of freed memory, beyond the shared memory that was asked for, or not aligned;
-// - two threads at the same bytes without a barrier between them, in shared memory and in memory, whatever order they ran in;
-//   two blocks at the same bytes, where neither knows that the other is done;
-// - bytes that a copy is still on its way to;
-// - lanes of a warp that part, threads that wait for others that never come;
-// - reads of what nobody wrote: memory and shared memory begin as NaN.
+// A GPU emulated on the CPU, for tests: each thread of a block is a fiber, and the lanes of a warp synchronise at every
+// instruction that needs all of them. Errors that a GPU would hide are reported with the block, the thread and the line:
+// - accesses outside an allocation, of freed memory, beyond the requested shared memory, or not aligned;
+// - races: two threads access the same bytes without a barrier, in shared or global memory and in any order; or two
+//   blocks do without a synchronisation;
+// - accesses to bytes that a pending copy writes;
+// - lanes of a warp that diverge, and threads that wait for others for ever;
+// - uninitialised reads: memory and shared memory are initialised with NaN.
 //
 // Kernels are compiled with the compiler's hooks for every load and store (-fsanitize=thread), which memory.cpp answers.
 #pragma once
@@ -39,8 +39,8 @@ struct dim3 {
 
 namespace emulated {
 
-// Where the running fiber is, along x, y and z. `const`: the same for all of a fiber's life, so asked for once where it is used
-// often. (One number each: compilers ask again for more than that.)
+// The index of the running fiber along x, y and z. `const` functions: the value never changes during a fiber's life, so
+// compilers call them once. (They return one number each, as compilers do not cache larger values.)
 __attribute__((const)) unsigned thread_x();
 __attribute__((const)) unsigned threads_x();
 __attribute__((const)) unsigned block_along(int axis);
@@ -51,7 +51,7 @@ u8* dynamic_shared();
 void sync_block();
 void sync_warp();
 
-// Instructions take and give values in registers: a kernel's fragments need not lie in memory for them.
+// Instructions pass values in registers, so that a kernel's fragments need not be in memory.
 typedef float F4 __attribute__((vector_size(16)));
 typedef u32 U4 __attribute__((vector_size(16)));
 
@@ -100,7 +100,7 @@ template <class T> constexpr Parameter parameter() {
     return {(u32)sizeof(T), std::is_pointer<T>::value};
 }
 
-// A kernel as the host finds it.
+// The host's description of a kernel.
 struct Entry {
     const char* name;
     u32 parameters;

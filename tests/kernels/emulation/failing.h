@@ -1,4 +1,4 @@
-// Calls that fail, for every library that is emulated.
+// Failing calls, for every emulated library.
 //
 // EMULATED_FAILS selects them: `cuLaunchKernel:12:719` lets the twelfth call of that function return status 719; `12+`
 // that call and all later ones; `12:719:late` lets it succeed, and the work that it started fail when the GPU reaches
@@ -26,7 +26,7 @@ struct Failure {
     bool late = false, hangs = false;
 };
 
-// What a call is to answer; where it does not come, what it does else.
+// The requested result of a call, or else its ordinary result.
 struct Answer {
     bool comes = false;
     int status = 0;
@@ -38,7 +38,7 @@ inline const char* rank() {
     return rank ? rank : "0";
 }
 
-// Of no call where none is to fail on this rank.
+// Empty if no call fails on this rank.
 inline Failure told(const char* variable) {
     const char* text = std::getenv(variable);
     std::string all = text ? text : "";
@@ -82,7 +82,7 @@ struct Calls {
     }
 };
 
-// Calls of functions. Left in the file when the process ends.
+// Counts of calls by function. Written to the file when the process ends.
 struct CallsOfFunctions : Calls {
     CallsOfFunctions() : Calls("EMULATED_FAILS") {}
 

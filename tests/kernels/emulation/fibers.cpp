@@ -1,4 +1,4 @@
-// Fibers: a thread of a block each. Those of a warp hand over to each other; the scheduler chooses among warps.
+// Fibers: one for each thread of a block. Lanes of a warp switch to each other, and the scheduler chooses among warps.
 #include "state.h"
 
 #include <sys/mman.h>
@@ -78,7 +78,7 @@ void stop(State& s) {
     u32& ready = s.ready[i / LANES];
     ready &= ~(1u << i % LANES);
     if (ready) hand_over(s, first + following(s, ready, i % LANES));
-    // In the other order warps take turns.
+    // In the other order, warps alternate.
     else if (!settle(s, first) || s.launch->order) emulated_switch(&s.fibers[i].stack_pointer, s.scheduler);
 }
 
@@ -100,8 +100,8 @@ void prepare(State& s, int i) {
     f.wait = Wait::Nothing;
     f.copies.clear();
     f.groups.clear();
-    // As after a call: the return address lies at a multiple of 16, less 8. Tops differ in their lower bits, or all
-    // fibers would share a few sets of the cache.
+    // As after a call: the return address is at a multiple of 16, minus 8. Stack tops differ in their lower bits,
+    // otherwise all fibers would share a few sets of the cache.
     void** top = reinterpret_cast<void**>(f.stack + STACK - 64 - i % 64 * 832 % PAGE);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(run_fiber);

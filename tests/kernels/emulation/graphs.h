@@ -21,7 +21,7 @@ API cuStreamEndCapture(Stream* stream, Graph** graph) {
     *graph = nullptr;
     if (!captured) return CaptureUnsupported;
     if (captured->origin != stream) return ends_capture(stream, CaptureUnmatched);
-    // The capture ends also where this fails.
+    // The capture also ends if this fails.
     int status = captured->broken ? captured->broken : told(__func__);
     std::vector<bool> joined = captured->reached(stream->tips);
     for (Stream* other : captured->streams) {
@@ -67,8 +67,8 @@ API cuGraphExecDestroy(Graph* graph) {
     return fault;
 }
 
-// The same within a capture: `work` runs at each launch of the graph, `drop` when that is gone. `uses` are the addresses that
-// it was given.
+// The same within a capture: `work` runs at each launch of the graph, and `drop` when the graph is destroyed. `uses`
+// are the addresses in its arguments.
 API emulated_capture_work(Stream* stream, int (*work)(void*), void* data, void (*drop)(void*), const uint64_t* uses, size_t count) {
     LOCK;
     if (int status = ready()) return status;

@@ -42,10 +42,10 @@ struct Mma {
     u64 b;
 };
 
-// A lane's two numbers of D, in the first eight rows or the last.
+// A lane's two values of D, in the first eight rows or the last.
 void* at(void* lane, int half) { return reinterpret_cast<float*>(&static_cast<Mma*>(lane)->d) + 2 * half; }
 
-// Products are summed in the order of k. A tensor core sums in an order of its own, in more bits.
+// Sums are in the order of k. A tensor core has another order and more bits.
 void mma_run(State&, int, void* const* arguments) {
     typedef float F8 __attribute__((vector_size(32)));
     float a[16][16], b[16][8];
@@ -64,7 +64,7 @@ void mma_run(State&, int, void* const* arguments) {
     }
     F8 rows[16];
     for (int k = 0; k < 16; k++) std::memcpy(&rows[k], b[k], sizeof rows[k]);
-    // Eight rows at a time, whose sums do not wait for each other.
+    // Eight rows at a time, whose sums are independent.
     for (int half = 0; half < 2; half++) {
         float d[8][8];
         for (int l = 0; l < LANES; l++) std::memcpy(&d[l / 4][2 * (l % 4)], at(arguments[l], half), 8);
@@ -149,7 +149,7 @@ U4 load_matrices_values(const void* row, bool transposed) {
     return lane.loaded;
 }
 
-// The source is read when the copy lands: at once or as late as it may. Either way its target is under way until then.
+// The source is read when the copy completes: at once or as late as possible. Until then its target is pending.
 void copy_async(void* to, const void* from, bool valid) {
     const void* at = __builtin_return_address(0);
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fail(at, "copy_async: an address that is not aligned to 16 bytes");

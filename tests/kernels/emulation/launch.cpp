@@ -1,4 +1,4 @@
-// Launches: blocks dealt to threads of the host, shared memory for each, and what went wrong in words.
+// Launches: blocks distributed over host threads, shared memory for each block, and error messages.
 #include "state.h"
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@
 
 extern "C" {
 void emulated_switch(void** from, void* to);
-// Where the library lies, by the linker.
+// The address range of the library, from the linker.
 extern char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
 }
 
@@ -22,7 +22,7 @@ const Entry* entries = nullptr;
 
 namespace {
 
-// File and line of an address in the code, where the machine has the tool that knows; else nothing.
+// File and line of a code address if the machine has addr2line; else nothing.
 void describe(const void* at, char* to, size_t bytes) {
     to[0] = 0;
     if (!of_the_library(at)) return;
@@ -41,7 +41,7 @@ void describe(const void* at, char* to, size_t bytes) {
     pclose(tool);
 }
 
-// A launch under way. Blocks are taken in order, so the first that fails is the same every time.
+// A running launch. Blocks are started in order, so the first that fails is the same every time.
 struct Job {
     Launch launch;
     u32 blocks;
@@ -59,7 +59,7 @@ void work(State& s, Job& job) {
     for (;;) {
         u32 taken = job.next++;
         if (taken >= job.blocks || taken > job.failed) break;
-        // In the other order the last blocks come first.
+        // In the other order, the last blocks are first.
         u32 number = job.launch.order ? job.blocks - 1 - taken : taken;
         u64 index = job.launch.block_of(number);
         dim3 grid = job.launch.grid;
@@ -81,7 +81,7 @@ void work(State& s, Job& job) {
     mine = nullptr;
 }
 
-// Blocks are dealt to threads with a state each. One launch at a time, so states serve the next one.
+// Blocks run on threads with one state each. One launch runs at a time, so the next one reuses the states.
 void run(Job& job) {
     static State* states[16];
     int threads = std::min({16, omp_get_num_procs(), (int)job.blocks});
@@ -166,7 +166,7 @@ void* shared_variable(const char* name, size_t bytes) {
 
 }  // namespace emulated
 
-// ---- what the host calls ----
+// ---- functions for the host ----
 
 extern "C" {
 
@@ -177,14 +177,15 @@ const emulated::Entry* emulated_find(const char* name) {
     return e;
 }
 
-// 0: blocks, warps and lanes forwards, each warp as far ahead as it goes, copies land when they are waited for. 1: blocks and warps
-// backwards, warps take turns, lanes are mixed, copies land at once.
+// 0: blocks, warps and lanes in ascending order, each warp runs as far as possible, copies complete when they are
+// waited for. 1: blocks and warps in descending order, warps alternate, lanes are shuffled, copies complete at once.
 void emulated_set_order(int order) { emulated::order = order; }
 
-// From now on these blocks alone run (ascending; x goes first, then y, then z) of grids that have more than CHOSEN_FROM; none: all.
+// From now on only these blocks run (ascending; x first, then y, then z) of grids of more than CHOSEN_FROM; none: all.
 void emulated_choose(const u64* blocks, u64 count) { emulated::wanted.assign(blocks, blocks + count); }
 
-// Runs a kernel over its grid, which the driver has found to be within its limits. Returns null, or what was wrong; one call at a time.
+// Runs a kernel over its grid, whose limits the driver has checked. Returns null or an error message. One call at a
+// time.
 const char* emulated_launch(const emulated::Entry& entry, const u32* grid, u32 block, u64 shared_bytes, void** arguments) {
     using namespace emulated;
     if (block == 0 || block > THREADS_MAX || block % LANES) return "a block needs 32 to 1024 threads, whole warps";
@@ -195,7 +196,7 @@ const char* emulated_launch(const emulated::Entry& entry, const u32* grid, u32 b
         if (is_part && block < blocks) chosen.push_back(block);
     }
     if (is_part) blocks = chosen.size();
-    // Records of earlier launches must look earlier: after this many blocks, counting stops.
+    // Serials must not wrap, so after this many blocks launches fail.
     if (serial + blocks > 0xffffffffull) return "more blocks than the emulated GPU can distinguish";
     Job job;
     job.launch = {entry.start, arguments, {grid[0], grid[1], grid[2]}, (int)block, shared_bytes, order, serial,

@@ -1,4 +1,4 @@
-// Memory of the emulated GPU, and the answers to the compiler's hooks: every load and store of a kernel comes through here.
+// Memory of the emulated GPU, and the compiler's hooks, which every load and store of a kernel calls.
 //
 // Each run begins on pages of its own and ends close to a page that cannot be touched. Freed runs are unmapped and their
 // addresses are never reused, so accesses to freed memory are detected.
@@ -20,23 +20,23 @@ struct Allocation {
 constexpr u64 REGION = 4ull << 40;
 // The alignment of runs in bytes.
 constexpr u64 ALIGN = 256;
-// Runs of as many bytes or more begin as zeros: of them only what is touched takes memory of the machine, so that tensors may be
-// as large as those of real jobs.
+// Runs of this size or more begin as zeros. Only touched pages use memory of the machine, so that tensors may be as
+// large as those of real jobs.
 constexpr u64 SPARSE = 256ull << 20;
 
-// Runs of fewer bytes have their records' pages from the begin: a page that is read before it is written is given twice, and the second
-// time stops all threads.
+// The record pages of smaller runs are mapped at the start: a page that is read before it is written is mapped twice,
+// and the second time stops all threads.
 constexpr u64 POPULATED = 4ull << 20;
 
-// Addresses, or zeros where they may be read and written, that take memory only where they are touched.
+// Reserved addresses, or writable zeros that use memory only once touched.
 template <class T> T* reserve(u64 count, int protection = PROT_READ | PROT_WRITE) {
     void* at = mmap(nullptr, count * sizeof(T), protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) std::abort();
     return static_cast<T*>(at);
 }
 
-// One run of addresses for all memory, taken from its begin on, two records for every two bytes of it, and the allocation that each
-// page belongs to.
+// One range of addresses for all memory, used from its start, two records for every two bytes of it, and the allocation
+// of each page.
 struct Region {
     const u64 base = (u64)reserve<u8>(REGION, PROT_NONE);
     u64 used = PAGE;
@@ -53,7 +53,7 @@ Region& region() {
     return *region;
 }
 
-// What is wrong with an address of the GPU that lies in no allocation.
+// The error for a GPU address outside all allocations.
 [[noreturn]] void outside(const char* did, u64 address, size_t bytes, const void* at) {
     Region& r = region();
     const Allocation* nearest = nullptr;
@@ -71,16 +71,16 @@ Region& region() {
          nearest->live ? "an allocation" : "freed memory", size);
 }
 
-// Of whole jobs only addresses are checked: who was ordered with whom is seen where kernels are tested one by one.
+// In whole jobs only addresses are checked. Tests of single kernels check races.
 const bool is_order_checked = !std::getenv("EMULATED_ADDRESSES_ONLY");
 
-// Where the records of an access lie; null for a fiber's own stack and for constants.
+// The records of an access; null for a fiber's own stack and for constants.
 struct Place {
     Record *writes, *reads;
     bool shared;
 };
 
-// Sizes are known where the hooks call, so all of this becomes one function for each of them.
+// Sizes are constants in the hooks, so the compiler inlines all of this into each hook.
 #define INLINE inline __attribute__((always_inline))
 
 bool within_a_variable(const State& s, u64 address, size_t bytes) {
@@ -100,7 +100,7 @@ INLINE Place find(State& s, const char* did, u64 address, size_t bytes, const vo
     Region& r = *s.region;
     u64 in_region = address - r.base;
     if (in_region < REGION) {
-        // Threads of a block tend to one allocation for a while.
+        // Threads of a block often access one allocation repeatedly.
         if (address < s.recent_start || address + bytes > s.recent_end) {
             const Allocation& a = r.allocations[r.owners[in_region / PAGE]];
             if (address < a.start || address + bytes > a.end) outside(did, address, bytes, at);
@@ -125,7 +125,7 @@ bool race(Record a, Record b) {
 u32 serial_of(Record r) { return (u32)(r >> 32); }
 int thread_of(Record r) { return (int)((r & THREAD) >> 2); }
 
-// Of this launch and another block, of which this one does not know that it is done. Each block has its own arena.
+// Same launch, another block, and no synchronisation with it. Each block has its own arena of shared memory.
 bool foreign(const State& s, Record r, bool shared) {
     if (shared || serial_of(r) < s.launch->first_serial || serial_of(r) == s.serial) return false;
     return !ordered(s, serial_of(r), (r & PHASE) >> 20);
@@ -148,13 +148,13 @@ void check_last_write(State& s, const char* did, Record w, Record now, bool shar
     }
 }
 
-// Whether no thread has to wait for the readers: they read in an earlier launch or block, or before a barrier.
+// Whether the reads are ordered before a write: in an earlier launch or block, or before a barrier.
 INLINE bool are_done(const State& s, Record r, bool shared) {
     if (serial_of(r) == s.serial) return (r & PHASE) != s.phase << 20 && (shared || (r & KIND) != BY_BLOCKS);
     return shared || serial_of(r) < s.launch->first_serial;
 }
 
-// What a cell remembers of its readers when one more has come.
+// The readers that a cell records after one more read.
 INLINE Record readers(State& s, Record r, Record now, bool shared) {
     if (are_done(s, r, shared)) return now;
     if (serial_of(r) != s.serial) return foreign(s, r, shared) ? (now | BY_BLOCKS) : now;
@@ -181,7 +181,8 @@ void check_readers(State& s, Record r, Record now, bool shared, const void* at) 
 Record load(const Record* r) { return __atomic_load_n(r, __ATOMIC_RELAXED); }
 void store(Record* r, Record x) { __atomic_store_n(r, x, __ATOMIC_RELAXED); }
 
-// What most writes are: by this very thread just now, in an earlier launch or block, or in this block before a barrier.
+// The usual cases: the last access was by this thread, in an earlier launch or block, or in this block before a
+// barrier.
 INLINE bool calm(const State& s, Record r, Record now, bool shared) {
     if (r == now) return true;
     if (r & KIND) return false;
@@ -194,7 +195,7 @@ INLINE void seen_read(State& s, const void* address, size_t bytes, const void* a
     u64 from = (u64)address;
     if (on_stack(s, from)) return;
     Place p = find(s, "reads", from, bytes, at);
-    // A cell is of two bytes: threads may well have one each.
+    // A cell has two bytes, of which two threads may use one each.
     if (!p.writes || bytes == 1 || !is_order_checked) return;
     Record now = s.stamp(s.current);
     size_t cells = (from + bytes + 1) / 2 - from / 2;
@@ -271,14 +272,14 @@ void landed(void* row) {
 
 }  // namespace emulated
 
-// ---- memory, as the host asks for it ----
+// ---- memory functions for the host ----
 
 extern "C" {
 
-// Memory that holds NaN in every dtype (a sparse run: zeros), or null where there is none.
+// Memory filled with NaN in every dtype (a sparse run: zeros), or null if there is too little.
 void* emulated_allocate(u64 bytes) {
     using namespace emulated;
-    // Nothing has an address too, of its own page.
+    // An empty run also has an address, of its own page.
     bytes = bytes > 0 ? bytes : 1;
     Region& r = region();
     std::lock_guard<std::mutex> one(r.one);
@@ -338,7 +339,7 @@ void emulated_clear(u64 address, u64 bytes) {
     void __tsan_unaligned_read##bytes(void* a) { hook_read(a, bytes, __builtin_return_address(0)); }            \
     void __tsan_unaligned_write##bytes(void* a) { hook_write(a, bytes, __builtin_return_address(0)); }
 
-// Registration runs the hooks too, when no block does.
+// Registration also calls the hooks, while no block runs.
 static INLINE void hook_read(void* a, size_t bytes, const void* at) {
     if (emulated::State* s = emulated::mine) emulated::seen_read(*s, a, bytes, at);
 }
@@ -355,7 +356,7 @@ void __tsan_read_range(void* a, size_t bytes) { hook_read(a, bytes, __builtin_re
 void __tsan_write_range(void* a, size_t bytes) { hook_write(a, bytes, __builtin_return_address(0)); }
 void __tsan_init() {}
 
-// What the compiler's checks of the language have found.
+// Undefined behaviour that the compiler's checks have found.
 void __ubsan_handle_type_mismatch_v1(const void*, u64 address) {
     emulated::fail(__builtin_return_address(0), "an access at %#llx that is not aligned to its type", address);
 }

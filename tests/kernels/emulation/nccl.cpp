@@ -1,12 +1,12 @@
 // NCCL between emulated GPUs: the functions of libnccl.so.2 that src/comm/nccl.rs calls, over memory that processes of one machine
 // share.
 //
-// What a rank calls is held against what its peers call: kind, type, count, root and order must be the same, or the call fails
-// and says so (ncclGetLastError). Sums are made in one order: rank r adds r, r-1,
-// r-2 ... as the host's reduce-scatter does, so that the two can be compared bit by bit.
+// The calls of all ranks are compared: kind, type, count, root and order must be the same, otherwise the call fails
+// with a message (ncclGetLastError). Rank r adds r, r-1, r-2 ... in this order, like the host's reduce-scatter, so the
+// two can be compared bit by bit.
 //
-// A call is put into its stream and done when somebody waits for it. On a stream that is captured it becomes a node of
-// the graph, and is done at each launch. The calls in graphs have numbers of their own, so that ranks that capture or
+// A call is enqueued in its stream and runs when a caller waits for it. On a captured stream it becomes a node of
+// the graph, and runs at each launch. The calls in graphs have their own numbers, so that ranks that capture or
 // launch different calls are reported. With EMULATED_STRICT a message of a kind that two ranks did not exchange before
 // is rejected in a capture: a real one connects them there, and allocates memory. The first call of a communicator uses
 // EMULATED_NCCL_BYTES of the GPU's memory.
@@ -16,7 +16,7 @@
 #include "failing.h"
 #include "transfers.h"
 
-// The driver's ways to put work into a stream.
+// The driver's functions that enqueue work in a stream.
 extern "C" {
 int emulated_enqueue(void* stream, int (*work)(void*), void* data);
 uint64_t emulated_capture(void* stream);
@@ -40,7 +40,7 @@ Work& work_on(Comm* comm, void* queue) {
 
 bool is_captured(void* queue) { return emulated_capture(queue); }
 
-// The number of a call, which keeps it at each launch of a graph.
+// The number of a call, the same at each launch of a graph.
 uint64_t next(Comm* comm, void* queue, int of = -1) {
     uint64_t number = comm->numbers[{is_captured(queue), of}]++;
     return is_captured(queue) ? CAPTURED | number : number;
@@ -112,7 +112,7 @@ int launch() {
     return status;
 }
 
-// The end of every call: it is done at once, unless a group is open.
+// The end of every call: it is enqueued at once, unless a group is open.
 int ended(int status) {
     if (status != Success) group_status = status;
     if (depth == 0) return launch();
@@ -184,7 +184,7 @@ struct Id {
 
 API ncclGetUniqueId(Id* id) {
     std::memset(id, 0, sizeof *id);
-    // Files without a name: nothing of a run that is killed stays on the machine.
+    // Unnamed files, so that a killed run leaves nothing on the machine.
     int memory = memfd_create("emulated-nccl", MFD_CLOEXEC);
     if (memory < 0 || ftruncate(memory, sizeof(Shared))) return failed(SystemError, "no shared memory");
     std::snprintf(id->name, sizeof id->name, "/proc/%d/fd/%d", getpid(), memory);
@@ -232,7 +232,7 @@ API ncclCommInitRank(Comm** out, int ranks, Id id, int rank) {
     return Success;
 }
 
-// What is under way ends with an error; the memory stays, as a thread may be in it.
+// Calls in flight end with an error. The memory is not freed, as a thread may use it.
 API ncclCommAbort(Comm* comm) {
     if (!comm) return failed(InvalidArgument, "no communicator");
     comm->aborted = true;
@@ -291,7 +291,7 @@ API ncclAllGather(const void* mine, void* all, size_t count, int type, Comm* com
     return ended(Success);
 }
 
-// In place, as all calls are.
+// In place, like all calls.
 API ncclBroadcast(const void*, void* data, size_t count, int type, int root, Comm* comm, void* queue) {
     CHECKED(comm, count, type, root, {data});
     size_t bytes = count * bytes_of(type);

@@ -1,4 +1,4 @@
-// What the emulated GPU knows of the blocks that it runs: one State for each thread of the host that runs blocks.
+// The state of running blocks: one State for each host thread that runs blocks.
 #pragma once
 #include "emulate.h"
 #include <atomic>
@@ -12,19 +12,19 @@ constexpr int LANES = 32, THREADS_MAX = 1024, WARPS_MAX = THREADS_MAX / LANES;
 constexpr size_t SHARED_MAX = 227 << 10, SHARED_DECLARED_MAX = 48 << 10;
 // The arena of shared memory holds declared variables first, each apart from the next.
 constexpr size_t ARENA = 256 << 10, APART = 128;
-// What a thread copies at a time, and a row of a matrix that a warp loads: bytes.
+// Bytes that a thread copies at a time, and of a matrix row that a warp loads.
 constexpr size_t ROW = 16;
 constexpr size_t PAGE = 4096, STACK = 33 * PAGE, STACKS = THREADS_MAX * STACK;
 
-// Who touched two bytes last: serial of the block (32 bits), its barriers so far (12), its warp's barriers (8), thread (10), and
-// a kind. Counts wrap; equal ones that are not the same would need exactly as many barriers between two accesses.
+// The last access to two bytes: serial of the block (32 bits), its barriers so far (12), its warp's barriers (8),
+// thread (10), and a kind. Counts wrap: a false match would need exactly that many barriers between two accesses.
 typedef u64 Record;
 constexpr Record KIND = 3, THREAD = 0x3ffull << 2, WARP_OF_THREAD = 0x1full << 7, WARP_PHASE = 0xffull << 12;
 constexpr Record PHASE = 0xfffull << 20;
-// Kinds. Of writes: UNDER_WAY. Of reads: by several lanes of a warp, several warps, several blocks.
+// Kinds. Writes: UNDER_WAY (a pending copy). Reads: by several lanes of a warp, several warps, several blocks.
 constexpr Record UNDER_WAY = 1, BY_LANES = 1, BY_WARPS = 2, BY_BLOCKS = 3;
 
-// What lanes of a warp do together when all of them have come: `run` finds each lane's argument.
+// An operation of all lanes of a warp, once all have arrived: `run` finds each lane's argument.
 struct State;
 struct Operation {
     const char* name;
@@ -44,7 +44,7 @@ struct Fiber {
     u8* stack = nullptr;
     Wait wait = Wait::Done;
     const Operation* operation = nullptr;
-    // Asynchronous copies that have not landed, oldest first, and where committed groups end among them.
+    // Pending asynchronous copies, oldest first, and the ends of committed groups among them.
     std::vector<Copy> copies;
     std::vector<size_t> groups;
 };
@@ -62,9 +62,9 @@ struct Launch {
     size_t shared_bytes;
     // See emulated_set_order.
     int order;
-    // Serial of the first block: what bears a smaller one belongs to an earlier launch.
+    // Serial of the first block: smaller ones belong to an earlier launch.
     u32 first_serial;
-    // The blocks that run, where not all do.
+    // The blocks that run, if not all do.
     const std::vector<u64>* chosen;
 
     // The block of the grid that runs as number `k`.
@@ -83,7 +83,7 @@ struct Known {
     u8 warp_phase;
 };
 
-// Blocks under way, those of them that wait for another, what was said or ended so far, and whether any has failed.
+// Running blocks, blocks that wait for another, the count of flags and ends so far, and whether any has failed.
 struct Watch {
     std::atomic<u32> running{0}, waiting{0};
     std::atomic<u64> events{0};
@@ -111,7 +111,7 @@ struct State {
     Region* region = nullptr;
     u64 recent_start = 0, recent_end = 0;
     std::vector<Variable> variables;
-    // Of other blocks of the launch.
+    // Knowledge of other blocks of the launch.
     Watch* watch = nullptr;
     std::vector<Known> known;
     std::unordered_set<u64> looked;
@@ -126,20 +126,20 @@ struct State {
     Record stamp(int i) const {
         return (Record)serial << 32 | phase << 20 | (Record)warp_phase[i / LANES] << 12 | (Record)i << 2;
     }
-    // Whether copies land at once. On a GPU they may at any time until they are waited for.
+    // Whether copies complete at once. On a GPU they may complete at any time until they are waited for.
     bool lands_early() const { return launch->order; }
 };
 
-// The state of this thread of the host while it runs blocks. (No lookup by a call: it is read at every load and store.)
+// The state of this host thread while it runs blocks. (A plain thread-local: it is read at every load and store.)
 extern thread_local State* mine __attribute__((tls_model("initial-exec")));
 
-// Ends the launch: what was wrong, where in the code if `at` is not null.
+// Ends the launch with an error, with the place in the code if `at` is not null.
 [[noreturn]] void fail(const void* at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // Waits for the other lanes of the warp at `operation`; when it returns, the operation has run over all lanes' arguments.
 void meet(const Operation& operation, void* argument);
 
-// Checks an access of ROW bytes by the running fiber, and remembers it. `kind` is UNDER_WAY for the target of a copy.
+// Checks an access of ROW bytes by the running fiber, and records it. `kind` is UNDER_WAY for the target of a copy.
 void touch_read(const void* row, const void* at);
 void touch_write(const void* row, Record kind, const void* at);
 // Checks an access that cannot race.
@@ -148,7 +148,7 @@ void touch_atomic(const void* address, size_t bytes, const void* at);
 bool ordered(const State& s, u32 serial, Record phase);
 // Checks a read by a whole warp.
 void touch_together(const void* row);
-// A copy that was under way has landed.
+// A pending copy has completed.
 void landed(void* row);
 
 void open_region(State& s);
@@ -160,7 +160,7 @@ void close_block(State& s);
 // An address of shared memory that is in no variable.
 [[noreturn]] void fail_in_arena(State& s, const char* did, u64 address, size_t bytes, const void* at);
 
-// Whether something lies in the library itself: constants of kernels.
+// Whether an address is in the library itself: constants of kernels.
 bool of_the_library(const void* address);
 
 }  // namespace emulated

@@ -1,4 +1,4 @@
-// Streams of the emulated driver: rows of work, places in them, and graphs that are captured from them.
+// Streams of the emulated driver: queues of work, events, and graphs that are captured from them.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace {
 
 using Work = std::function<void()>;
-// CUDA_LAUNCH_BLOCKING: what is put into a stream is done at once.
+// CUDA_LAUNCH_BLOCKING: work in a stream runs at once.
 bool blocking = false;
 // A thread that waits for one stream never blocks in a collective: work that must wait for another rank sets
 // `unfinished` while its thread is `trying`, and is continued later.
@@ -20,7 +20,7 @@ thread_local bool trying = false, unfinished = false;
 // Numbers of nodes.
 using Nodes = std::vector<size_t>;
 
-// Memory that a node was given: where, and which of the runs that were ever allocated there.
+// Memory of a node's arguments: the address, and the serial number of its allocation.
 struct Use {
     uint64_t address, serial;
 };
@@ -35,10 +35,10 @@ struct Stream;
 
 struct Graph {
     std::vector<Node> nodes;
-    // Once it is made: the order in which nodes are launched.
+    // After instantiation: the launch order of the nodes.
     Nodes order;
     uint64_t id = 0;
-    // While it is captured: the stream that it began with, and the streams that joined it.
+    // During the capture: its first stream, and the streams that joined it.
     Stream* origin = nullptr;
     std::vector<Stream*> streams;
     // The first status that ended the capture.
@@ -56,7 +56,7 @@ struct Graph {
         return seen;
     }
 
-    // As late a node as may be next, always: what nothing orders comes in another order than it was captured in.
+    // Always the last node that may be next, so unordered nodes run in another order than they were captured in.
     void sort() {
         Nodes sorted, waits(nodes.size());
         for (const Node& node : nodes) waits[&node - nodes.data()] = node.after.size();
@@ -97,7 +97,7 @@ struct Stream {
         }
     }
 
-    // No further than it must: later work may itself wait for the waiter.
+    // No further than necessary: later work may itself wait for the waiter.
     template <class Done> void run_until(Done done) {
         while (!done() && !queue.empty()) {
             Work work = std::move(queue.front());
@@ -112,14 +112,14 @@ struct Stream {
     }
 };
 
-// A place in a stream. It may be moved on before the stream has come there: who waits, waits for the place that it had.
+// An event. It may be recorded again before the stream reaches it: waiters wait for the earlier record.
 struct Event {
     Stream* stream = nullptr;
-    // How often it was put somewhere, and by which of these the stream has come.
+    // The number of records, and the last one that its stream has reached.
     std::atomic<uint64_t> recorded{0}, passed{0};
     bool is_timed = true;
     double at = 0;
-    // The capture in which it was recorded last, and the nodes before it.
+    // The capture of its last record, and the nodes before it.
     std::atomic<uint64_t> capture{0};
     Nodes tips;
 };

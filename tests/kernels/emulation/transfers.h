@@ -1,4 +1,4 @@
-// What processes of one machine share, and the messages of one group of calls between them.
+// Memory and pipes that processes of one machine share, and the messages of one group of calls between them.
 #pragma once
 
 #include <fcntl.h>
@@ -21,14 +21,14 @@
 #include <tuple>
 #include <vector>
 
-// Whether who must wait for another rank is to come again (driver.cpp).
+// Whether a call returns instead of waiting for another rank, and is retried later (driver.cpp).
 extern "C" bool emulated_trying();
 
 namespace {
 
 enum Status { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalError = 3, InvalidArgument = 4, InvalidUsage = 5,
               RemoteError = 6 };
-// What work answers that must wait for another rank, and is to be gone on with later.
+// The result of work that must wait for another rank and is continued later.
 constexpr int UNFINISHED = -1;
 enum Type { F32 = 7, Bf16 = 9 };
 enum Kind : uint32_t { Sends = 1, ReduceScatters, AllGathers, Broadcasts };
@@ -51,9 +51,8 @@ int failed(int status, const char* format, ...) {
 
 size_t bytes_of(int type) { return type == F32 ? 4 : type == Bf16 ? 2 : 0; }
 
-// What a library does wrong, where a test wants it so (EMULATED_NCCL_FAULT): "places" puts what an all-gather brings of a rank in
-// another one's place, "chunk" loses 512 bytes of long messages, "receive" leaves what ncclRecv should bring in a buffer of its
-// own.
+// A fault of the library, for tests (EMULATED_NCCL_FAULT): "places" swaps the ranks' ranges of an all-gather, "chunk"
+// loses 512 bytes of long messages, "receive" does not copy the result of ncclRecv to the caller's buffer.
 bool is_wrong(const char* what) {
     static const char* told = std::getenv("EMULATED_NCCL_FAULT");
     return told && !std::strcmp(told, what);
@@ -61,20 +60,20 @@ bool is_wrong(const char* what) {
 
 constexpr size_t LOST_FROM = 65536, LOST_TO = LOST_FROM + 512;
 
-// ---- what processes share ----
+// ---- shared by processes ----
 
 constexpr int RANKS = 16;
 
 struct Shared {
     std::atomic<uint32_t> joined, connected, broken;
-    // Each rank's process, and its pipes to each rank: what one writes another reads, in order.
+    // Each rank's process, and its ordered pipes to each rank.
     int process[RANKS], pipes[RANKS][RANKS];
 };
 
-// How long a rank waits for others without a byte that moves, in seconds.
+// The time limit without any byte moved, in seconds.
 constexpr int PATIENCE_S = 300;
 
-// A number of a call that graphs hold.
+// The number of a call in a graph.
 constexpr uint64_t CAPTURED = uint64_t{1} << 63;
 
 struct Header {
@@ -85,15 +84,15 @@ struct Header {
 struct Comm {
     int rank = 0, ranks = 0;
     Shared* shared = nullptr;
-    // From each rank to each.
+    // From each rank to each other rank.
     std::vector<int> pipes;
     // The number of calls of each kind: in a capture or not, collectives (-1) or sends to and receives from each rank.
     std::map<std::pair<bool, int>, uint64_t> numbers;
-    // Which kinds of messages went to and came from whom outside of captures: kind, peer, whether it was sent.
+    // The kinds of messages exchanged outside of captures: kind, peer, whether it was sent.
     std::set<std::tuple<uint32_t, int, bool>> met;
     std::atomic<bool> aborted{false};
     std::atomic<int> fault{Success};
-    // A connection that broke asynchronously: nothing arrives any more, until a rank leaves.
+    // A connection that broke asynchronously: nothing arrives until a rank leaves.
     std::atomic<bool> lost{false};
 
     int pipe(int from, int to) { return pipes[from * ranks + to]; }
@@ -109,7 +108,7 @@ void pause(int& idle) {
 
 // ---- one group of calls ----
 
-// A message on its way, its header first.
+// A message in flight, its header first.
 struct Transfer {
     int peer;
     bool sends;
@@ -126,7 +125,7 @@ struct Run {
     bool written;
 };
 
-// What a group of calls on one communicator will do.
+// The pending messages of a group of calls on one communicator.
 struct Work {
     Comm* comm;
     void* queue;
@@ -147,13 +146,13 @@ struct Work {
         receives[from].push_back({from, false, header, static_cast<uint8_t*>(data), bytes});
     }
 
-    // Memory for what is received and then added.
+    // Memory for values that are received and then added.
     uint8_t* scratch(size_t bytes) {
         room.push_back(std::make_shared<std::vector<uint8_t>>(bytes));
         return room.back()->data();
     }
 
-    // Whether a call may read, or write, these bytes together with the others of the group.
+    // Whether a call may read, or write, these bytes concurrently with the others of the group.
     bool takes(const void* data, size_t bytes, bool written) {
         Run run{static_cast<const uint8_t*>(data), bytes, written};
         for (const Run& other : runs) {
