@@ -7,11 +7,11 @@ use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
-/// Around every tile and every step of a tensor core.
+/// Lengths around every tile and every step of a tensor core.
 const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128, 129, 130];
 
-/// Holds what attention and its gradients give over some spans to the CPU. A second backward over the same table has
-/// the same bits, whatever the first one left; they are returned.
+/// Compares attention and its gradients over some spans with the CPU. A second backward over the same table has the
+/// same bits, which are returned.
 fn spans_hold(case: &Case, spans: &[Span], what: &str) -> [Vec<f32>; 3] {
     let (o, lse) = case.forward(spans);
     case.holds(what, spans, &o, &lse);

@@ -1,4 +1,4 @@
-//! Cases of attention on the GPU, held to the CPU's in f32 over the same bf16 values, which tests/ops holds to f64.
+//! Attention on the GPU compared with the CPU's in f32 over the same bf16 values. tests/ops compares that with f64.
 
 use crate::{bf16, numbers, rounded};
 use rlhf_hpc::device::cpu;
@@ -103,7 +103,7 @@ impl Case {
         (o, lse)
     }
 
-    /// Holds o and lse to the CPU's.
+    /// Compares o and lse with the CPU's.
     pub fn holds(&self, what: &str, spans: &[Span], o: &[f32], lse: &[f32]) {
         let (want_o, want_lse) = self.wanted(spans);
         self.results_are_near(what, [o, lse], [&want_o, &want_lse]);
@@ -117,7 +117,7 @@ impl Case {
         }
     }
 
-    /// Holds dq, dk and dv to the CPU's of the same o, lse and d_o.
+    /// Compares dq, dk and dv with the CPU's for the same o, lse and d_o.
     pub fn gradients_hold(&self, what: &str, spans: &[Span], slopes: [&[f32]; 3], got: &[Vec<f32>; 3]) {
         let mut want = [&self.q, &self.k, &self.v].map(|x| vec![0.0; x.len()]);
         let to = want.each_mut().map(|x| &mut x[..]);
@@ -126,10 +126,10 @@ impl Case {
         self.gradients_are_near(what, &[("dq", dq, &want[0]), ("dk", dk, &want[1]), ("dv", dv, &want[2])]);
     }
 
-    /// Names of gradients, what they are, and what they should be.
+    /// Names of gradients, their values, and the expected values.
     pub fn gradients_are_near(&self, what: &str, all: &[(&str, &[f32], &[f32])]) {
         for (name, got, want) in all {
-            // Terms of a gradient cancel: the ds of a row of q come to 0.
+            // Terms of a gradient cancel: the ds of a row of q add up to 0.
             self.are_near(&format!("{what}: {name}"), got, want, 2.0 * ROUNDING);
         }
     }

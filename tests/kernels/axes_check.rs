@@ -13,7 +13,7 @@ use rlhf_hpc::mesh::Mesh;
 use std::io::Write;
 use std::time::Duration;
 
-/// How values go, for a scene, and how long a collective may take.
+/// The backend of a scene, and the time limit of a collective.
 const WAY: &str = "EMULATED_WAY";
 const LIMIT_MS: &str = "EMULATED_LIMIT_MS";
 
@@ -60,7 +60,7 @@ fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
 
 #[test]
 fn axes_that_deliver_values_pass_and_a_wrong_value_is_named_with_its_call_and_axis() {
-    // A library that puts values in other places, or loses them.
+    // A faulty library that misplaces values, or loses them.
     let fault = |name: &'static str| ("EMULATED_NCCL_FAULT", name);
     let cases = [
         ("3 1 1", &[][..], ""),

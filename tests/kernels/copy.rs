@@ -62,7 +62,7 @@ fn columns_are_copied_between_rows_of_different_widths() {
             for rows in [0, 1, 3, 40] {
                 check_columns(dtypes, rows, 24, [24, 64], [0, 16]);
                 check_columns(dtypes, rows, 64, [96, 64], [8, 0]);
-                // Odd parts of a vocabulary.
+                // Vocabulary shards of odd sizes.
                 check_columns(dtypes, rows, 13, [13, 39], [0, 13]);
                 check_columns(dtypes, rows, 16, [16, 37], [0, 8]);
                 check_columns(dtypes, rows, 8, [8, 32], [0, 3]);

@@ -1,4 +1,4 @@
-//! The way to a GPU through the driver: what is asked of it, what keeps a GPU away, and where its kernels come from.
+//! The driver: calls, reasons why a GPU cannot be used, and the source of the kernels.
 
 use crate::{device, emulation, skip, skip_on_a_real_gpu, skip_without_cubins};
 use rlhf_hpc::device::cuda::Stream;
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// The binary on the emulated GPU, of a driver that knows no newer CUDA than `cuda`: 12020 is 12.2.
+/// The binary on the emulated GPU, with a driver for CUDA up to `cuda`: 12020 is 12.2.
 fn command(cuda: &str, cache: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlhf-hpc"));
     command.env("XDG_CACHE_HOME", cache).envs(emulation::environment()).env("EMULATED_CUDA", cuda).args(args);
@@ -116,7 +116,7 @@ fn collectives_run_on_streams_of_the_highest_priority() {
             ask(gpu.stream(stream).cast())
         })
     };
-    // The emulated GPU's range is 0 to -5, the greatest.
+    // The emulated GPU's priorities are 0 to -5, the highest.
     assert_eq!([Stream::Tensor, Stream::Zero, Stream::Ring].map(of), [-5; 3]);
     assert_eq!([Stream::Compute, Stream::Up, Stream::Down].map(of), [0; 3]);
 }
@@ -131,10 +131,10 @@ fn the_cause_of_an_unusable_gpu_is_reported_with_a_remedy() {
         let mut command = command("13000", cache.path(), args);
         said(command.env("EMULATED_FAILS", fails).env("EMULATED_MODE", "3"))
     };
-    // A status that is newer than what this binary was built with is told by its number.
+    // A status that the driver's headers did not know yet is reported by its number.
     let (_, text) = with(&["info"], "cuInit:1:911");
     assert!(line(&text, "cuda").contains("none: the driver does not start: cuInit: status 911;"), "{text}");
-    // Calls of the stub answer with a status of which it knows no words.
+    // Calls of the stub return a status for which it has no message.
     let (_, text) = with(&["info"], "cuInit:1:34");
     let why = "cuda       none: the driver does not start: the libcuda.so that was found first is the stub";
     assert!(line(&text, "cuda").starts_with(why) && text.contains("LD_LIBRARY_PATH"), "{text}");
@@ -189,7 +189,7 @@ fn a_cublaslt_of_a_later_cuda_than_the_driver_is_not_used() {
 
 #[test]
 fn a_driver_that_rejects_the_cubins_gets_those_of_nvrtc_which_are_cached() {
-    // Cubins of CUDA 13 are of ABI 8, and no driver of CUDA 12 takes them.
+    // Cubins of CUDA 13 have ABI 8, which no driver of CUDA 12 loads.
     if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
         return skip("no cubins of CUDA 13");
     }

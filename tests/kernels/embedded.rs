@@ -1,4 +1,4 @@
-//! The embedded sources are those of `cuda/`, and they compile at run time, too.
+//! The embedded sources equal those of `cuda/`, and also compile at run time.
 
 use crate::skip;
 use rlhf_hpc::device::cuda::embedded::{self, COMPILER, CUBINS, KERNELS, PTX, SOURCES};
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// The compilers of CUDA may be absent, but not where the build had to have them.
+/// CUDA's compilers may be missing, unless the build required them.
 fn required() -> bool {
     std::env::var("RLHF_REQUIRE_NVCC").is_ok_and(|value| !value.is_empty() && value != "0")
 }
@@ -93,7 +93,7 @@ fn ptx_exists_for_every_source_with_all_its_kernels_if_there_are_cubins() {
     assert_eq!(PTX.iter().map(|ptx| ptx.source).collect::<Vec<_>>(), units);
     for ptx in PTX {
         let text = String::from_utf8_lossy(ptx.bytes);
-        // Later GPUs do not take PTX for sm_90a.
+        // Newer GPUs do not load PTX for sm_90a.
         assert!(text.contains("\n.target sm_80\n"), "{}", ptx.source);
         for kernel in KERNELS.iter().filter(|kernel| kernel.source == ptx.source) {
             assert!(text.contains(&format!(".entry {}(", kernel.name)), "{}", kernel.name);
@@ -132,7 +132,7 @@ fn file_of_glu(dir: &Path) -> PathBuf {
     paths.find(is_it).expect("glu.cu was compiled")
 }
 
-/// Another directory with the same cubins, but for that of glu.cu.
+/// Another directory with the same cubins, except for that of glu.cu.
 fn all_but_one(dir: &Path, to: &Path) {
     let current = |name: &str| embedded::units().any(|unit| name.starts_with(&format!("{}.", unit.name)));
     for entry in fs::read_dir(dir).expect("a cache").map(|entry| entry.expect("an entry")) {
@@ -143,7 +143,7 @@ fn all_but_one(dir: &Path, to: &Path) {
     }
 }
 
-/// For one architecture: nvcc compiles them for both, where the build has it.
+/// Compiles for one architecture. If the build has nvcc, it compiles for both.
 #[test]
 fn one_of_several_concurrent_starts_compiles_and_later_ones_reuse_intact_files() {
     let Some(nvrtc) = nvrtc() else { return };

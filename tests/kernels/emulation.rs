@@ -18,16 +18,16 @@ use std::sync::OnceLock;
 pub const LIBRARY: &str = "EMULATED_GPU";
 /// A kernel that leaves zeros in a result, as a GPU that computes wrong values (emulation/failing.h).
 pub const SPOILS: &str = "EMULATED_SPOILS";
-/// Set: the driver of this process is as late as a real one may be, and memory is cut as on a real GPU.
+/// If set, the driver of this process is as late as a real one may be, and memory is pooled as on a real GPU.
 pub const LATE: &str = "EMULATED_LATE";
 
-/// The library of this process: the one that was named, else one that is built where it is not there yet.
+/// The library of this process: the given one, else one that is built if it does not exist yet.
 pub fn gpu() -> PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     std::env::var_os(LIBRARY).map_or_else(|| BUILT.get_or_init(library).clone(), PathBuf::from)
 }
 
-/// Variables that name the library, one for each library that it replaces.
+/// Environment variables with the path of the library, one for each library that it replaces.
 const LIBRARIES: [&str; 3] = ["RLHF_CUDA_LIB", "RLHF_CUBLASLT_LIB", "RLHF_NCCL_LIB"];
 
 /// The environment with which another process finds the emulated GPU.
@@ -43,13 +43,13 @@ pub fn environment() -> Vec<(&'static str, OsString)> {
     set
 }
 
-/// The same for whole jobs: kernels are not checked for what no barrier orders, which takes a third of a job's time and
-/// is seen where they are tested one by one; only for where they read and write.
+/// The same for whole jobs: only addresses of reads and writes are checked. Checks of races take a third of a job's
+/// time, and tests of single kernels make them.
 pub fn environment_of_jobs() -> Vec<(&'static str, OsString)> {
     [environment(), vec![("EMULATED_ADDRESSES_ONLY", "1".into())]].concat()
 }
 
-/// Set while a process opens the GPU that checks what is done; others that it starts meanwhile must not see them.
+/// Set while a process opens the checking GPU. Processes that it starts meanwhile must not inherit them.
 pub const CHECKED: [&str; 2] = ["CUDA_LAUNCH_BLOCKING", "RLHF_NO_CUDA_MEMORY_CACHING"];
 
 /// Opens the emulated GPU in this process. Work is done at once and every value is an allocation of its own, unless
@@ -64,7 +64,7 @@ pub fn open() -> Result<Gpu> {
     // SAFETY: other threads of this process wait for the GPU, or ask for variables through the standard library.
     libraries.iter().chain(&set).for_each(|(name, value)| unsafe { std::env::set_var(name, value) });
     let opened = Gpu::open(0);
-    // Other processes get what their tests give them; cuBLASLt and NCCL are opened later.
+    // Other processes get the variables of their tests. cuBLASLt and NCCL are opened later.
     let gone = libraries.iter().chain(&set).filter(|(name, _)| !LIBRARIES.contains(name));
     // SAFETY: as above.
     gone.for_each(|(name, _)| unsafe { std::env::remove_var(name) });
@@ -109,7 +109,7 @@ fn library() -> PathBuf {
     let objects: Vec<PathBuf> = units.par_iter().map(|(name, text)| object(&dir, name, text)).collect();
     let names: String = objects.iter().map(|object| object.display().to_string()).collect();
     let library = directory().join(format!("kernels-{}.so", key([&names])));
-    // Calls go straight to what they name: hooks are called too often for a table of addresses.
+    // Direct calls: hooks are called too often for an indirect jump.
     let link = ["-shared", "-fopenmp", "-Wl,-Bsymbolic", "-o"];
     once(&library, |made| run(Command::new("g++").args(link).arg(made).args(&objects)));
     library
@@ -152,8 +152,8 @@ fn key<'a>(texts: impl IntoIterator<Item = &'a String>) -> String {
 const FLAGS: &[&str] =
     &["-std=c++17", "-O2", "-g1", "-march=x86-64-v3", "-ffp-contract=off", "-fPIC", "-fopenmp", "-DEMULATED"];
 const WARNINGS: &[&str] = &["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"];
-/// Hooks at each load and store, and checks of what C++ leaves undefined, answered by `memory.cpp`. Warnings are the
-/// business of the real compilers: these checks make some of their own.
+/// Hooks at each load and store, and checks of undefined behaviour, both handled by `memory.cpp`. Warnings are left to
+/// the real compilers, as these checks cause some.
 const CHECKS: &[&str] = &[
     "-w",
     "-fsanitize=thread,alignment,bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero",
@@ -192,7 +192,7 @@ fn with_shared_variables(text: &str) -> String {
     let rewritten = |line: &str| {
         let declaration = line.trim_start().strip_prefix("SHARED ")?;
         let (declaration, rest) = declaration.split_once(';')?;
-        // `float room[33]`: the name ends where the dims begin.
+        // `float name[33]`: the name ends at the dims.
         let (before, dims) = declaration.split_at(declaration.find('[').unwrap_or(declaration.len()));
         let (kind, name) = before.trim_end().rsplit_once(' ')?;
         let declared = format!("typedef {kind} {name}_variable{dims}; SHARED_VARIABLE({name}_variable, {name});{rest}");

@@ -19,7 +19,7 @@ const BOUNDS: [usize; 3] = [1 << 30, 1 << 31, 1 << 32];
 /// Values of a far tensor: its last blocks lie beyond all bounds, the last one is not whole.
 const VALUES: usize = (1 << 32) + 3 * 8192 + 1000;
 
-/// Whether there is room for `bytes`; an emulated GPU has it always.
+/// Whether the GPU has `bytes` of free memory. An emulated GPU always has.
 fn has_room(bytes: usize) -> bool {
     let fits = bytes < gpu().free_bytes();
     if !fits {
@@ -28,7 +28,7 @@ fn has_room(bytes: usize) -> bool {
     fits
 }
 
-/// Does `work`, of whose large grids the emulated GPU runs these blocks alone.
+/// Runs `work`; the emulated GPU runs only these blocks of its large grids.
 fn only<R>(blocks: &[usize], work: impl FnOnce() -> R) -> R {
     if on_a_real_gpu() {
         return work();
@@ -54,7 +54,7 @@ fn met(rows: usize, each: usize, width: usize) -> BTreeSet<usize> {
     beside.chain([0, (rows - 1) / each]).collect()
 }
 
-/// Bits of values of a dtype: as many bytes as it has.
+/// The bytes of values of a dtype.
 fn bits(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F32 => bytemuck::cast_slice(values).to_vec(),
@@ -62,7 +62,7 @@ fn bits(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Puts bytes to value `at` of a memory.
+/// Writes bytes from value `at` on.
 fn put(memory: &mut Memory, dtype: DType, at: usize, bytes: &[u8]) {
     let len = bytes.len() / dtype.bytes();
     memory.view_mut(dtype).part(at..at + len).write_bits(bytes);
@@ -90,7 +90,7 @@ struct Pair<const N: usize> {
 }
 
 impl<const N: usize> Pair<N> {
-    /// None where the GPU has no room.
+    /// `None` if the GPU has too little memory.
     fn new(tensors: [Wide; N], rows: usize, each: usize) -> Option<Self> {
         let widest = tensors.iter().map(|(_, width)| *width).max().expect("tensors");
         let groups = met(rows, each, widest).into_iter().map(|g| (g * each, each.min(rows - g * each)));
@@ -171,7 +171,7 @@ fn holds_of<const N: usize>(
     pair.agree(what);
 }
 
-/// The same where a block of the grid is a group.
+/// The same if each block of the grid is a group.
 fn holds<const N: usize>(
     what: &str,
     tensors: [Wide; N],

@@ -11,10 +11,10 @@ use rlhf_hpc::dtype::DType;
 use std::ffi::{CStr, c_char};
 use std::sync::MutexGuard;
 
-/// Rows at which the mode begins, at the ends of classes and beyond, odd and even.
+/// Rows at the threshold of the mode, at the bounds of size classes and beyond, odd and even.
 const ROWS: [usize; 6] = [1, 65, 72, 97, 130, 200];
 
-/// The mode, turned on for one test; nothing where a real GPU has no cuBLASLt.
+/// The mode, turned on for one test. `None` if a real GPU has no cuBLASLt.
 struct Fast {
     gpu: &'static Gpu,
     _one: MutexGuard<'static, ()>,
@@ -40,7 +40,7 @@ impl Drop for Fast {
     }
 }
 
-/// How often `work` calls functions of the emulated library, or asks for products of a form; none of a real library.
+/// How often `work` calls functions of the emulated library or GEMMs of a form. 0 with a real library.
 fn grown<const N: usize>(names: [&CStr; N], work: impl FnOnce()) -> Option<[u64; N]> {
     let counts = || {
         names.map(|name| {
@@ -64,7 +64,7 @@ fn grown<const N: usize>(names: [&CStr; N], work: impl FnOnce()) -> Option<[u64;
 fn gemms_and_gradients_equal_f64_with_and_without_bias_and_accumulation() {
     let Some(_on) = Fast::on() else { return };
     for (m, (n, k)) in ROWS.into_iter().zip([(1, 8), (33, 24), (64, 136), (77, 40), (40, 264), (131, 64)]) {
-        // A bias is of the result's own dtype; strides that only a narrow store can follow, too.
+        // A bias has the result's dtype. Some strides allow only narrow stores.
         for (dtype, with, gap) in [
             (DType::Bf16, [false, false], 0),
             (DType::Bf16, [true, true], 3),
@@ -83,9 +83,9 @@ fn a_gemm_added_to_another_matrix_equals_a_copy_and_a_gemm_added_in_place() {
     let Some(_on) = Fast::on() else { return };
     let (m, n, k) = (90, 44, 136);
     let (x, w, bias) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k), Bf16Matrix::new(3, 1, n, n));
-    // The library may choose another way to add for a matrix of another alignment.
+    // For another alignment, the library may choose another order of additions.
     for (dtype, within) in [(DType::Bf16, 1e-2), (DType::F32, 1e-5)] {
-        // A bias is of the result's own dtype.
+        // A bias has the result's dtype.
         let bias = |has: bool| (has && dtype == DType::Bf16).then(|| bias.memory.view(DType::Bf16));
         onto_is_a_copy_and_a_sum(
             (m, n),
@@ -106,7 +106,7 @@ fn a_recomputed_layer_has_the_same_gradients_and_copies_no_residual_stream() {
         assert_eq!(on.gpu.counts.within.get(), before, "the residual stream is not copied");
         let largest = kept.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
         let apart = kept.iter().zip(&again).fold(0.0, |most: f32, (a, b)| most.max((a - b).abs()));
-        // The library's ways may differ in their last bits, where a sum is kept or begins anew.
+        // The library's algorithms may differ in the last bits, depending on how a sum is accumulated.
         assert!(largest > 0.0 && apart <= 0.01 * largest, "gradients of up to {largest}, {apart} apart");
         println!("gradients of up to {largest}, {apart} apart");
     }
@@ -171,7 +171,7 @@ fn a_call_with_known_shapes_creates_nothing() {
     ];
     pass();
     let usage = rlhf_hpc::device::cuda::gpu().usage();
-    // A real library may choose an algorithm again for a number of rows.
+    // A real library may choose the algorithm again for another number of rows.
     assert_eq!(grown(made, &mut pass).unwrap_or_default(), [0; 4]);
     assert_eq!(rlhf_hpc::device::cuda::gpu().usage().in_use, usage.in_use);
 }
@@ -193,7 +193,7 @@ fn a_gemm_runs_in_stream_order_and_again_at_each_replay_of_a_graph() {
     let (mut x, w) = (Bf16Matrix::new(1, m, k, k), Bf16Matrix::new(2, n, k, k));
     let other = Bf16Matrix::new(5, m, k, k);
     let mut y = Written::new(3, m, n, n, DType::Bf16);
-    // Both descriptions are made here, and set to another number of rows behind the capture.
+    // Both descriptors are created here, and get another number of rows after the capture.
     forward(Way::Chosen, x.matrix(), w.matrix(), None, Addend::Nothing, y.matrix());
     let mut graphs = Graphs::default();
     graphs

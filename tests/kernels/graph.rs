@@ -1,4 +1,4 @@
-//! Graphs, kept memory, and asynchronous copies: the guarantees of `Gpu` on every device.
+//! Graphs, cached memory, and asynchronous copies: the guarantees of `Gpu` on every device.
 
 use crate::{device, numbers, refused};
 use rlhf_hpc::device::cuda::graph::Graphs;
@@ -88,7 +88,7 @@ fn work_that_a_replay_would_not_repeat_is_rejected_in_a_capture() {
 #[test]
 fn errors_name_a_missing_kernel_and_memory_beyond_the_limit_or_the_gpu() {
     let (gpu, _one) = device();
-    // Before it gives up it takes back what waits for copies, those of earlier tests among it.
+    // Before it fails, the pool reclaims memory that waits for copies, also from earlier tests.
     let too_much = || refused("not allocate 1073741824.00 MiB", || drop(Memory::scratch(1 << 50)));
     too_much();
     let before = gpu.usage().in_use;
@@ -104,7 +104,7 @@ fn errors_name_a_missing_kernel_and_memory_beyond_the_limit_or_the_gpu() {
     refused("there is no such kernel", || gpu.launch("residual_subtract", [1, 1, 1], 32, 0, &[]));
 }
 
-/// More than the pinned memory through which copies go, so that it is used again while earlier parts may be under way.
+/// More than the pinned memory for copies, so that it is reused while earlier parts may be in flight.
 #[test]
 fn large_copies_arrive_complete_and_their_source_may_change_at_once() {
     let (gpu, _one) = device();

@@ -1,5 +1,4 @@
-//! Steps of decoding as graphs that hold collectives: on ranks that share matrices, over an NCCL and a driver that are
-//! emulated.
+//! Decoding steps as graphs with collectives: on tensor ranks, over an emulated NCCL and an emulated driver.
 
 use crate::model::{llama, qwen3};
 use crate::ranks::{LATE, play, plays};
@@ -26,7 +25,7 @@ pub fn scene(name: &str, world: &World) {
         "weights moved on one rank" => moved(world),
         "one rank does not launch" => {
             let (calls, graph, x) = summed(world);
-            // Only now: on a busy machine, the start alone takes longer.
+            // Set only now: on a busy machine, the start alone takes longer.
             abort::install(world, None, Some(Duration::from_millis(500)));
             if world.rank == 1 {
                 std::thread::sleep(Duration::from_secs(60));
@@ -46,7 +45,7 @@ fn axes(world: &World) -> Axes {
     axes
 }
 
-/// Heads for up to four ranks, of which pairs hold the same key/value head then.
+/// Heads for up to four ranks; with four, pairs have the same key/value head.
 fn archs() -> [Arch; 2] {
     let mut archs = [llama(), qwen3()];
     for block in archs.iter_mut().flat_map(|arch| &mut arch.blocks) {
@@ -65,7 +64,7 @@ fn requests(count: usize, longest: usize) -> Vec<Request> {
     all
 }
 
-/// That all ranks have the same.
+/// Asserts that all ranks have the same values.
 fn agreed(world: &World, outcome: &Outcome) {
     let mine = format!("{:?}", bits(outcome));
     assert!(world.group().all_gather_bytes(mine.as_bytes()).iter().all(|other| *other == mine.as_bytes()));
@@ -84,7 +83,7 @@ fn same_bits(world: &World) {
             agreed(world, &by_graphs);
         }
     }
-    // Each launch was booked with its collectives.
+    // Each launch is counted with its collectives.
     let booked = rlhf_hpc::comm::accounting();
     let replays = gpu().counts.replayed.get();
     for op in ["sum_ordered", "all_to_all", "gather"] {
@@ -94,11 +93,11 @@ fn same_bits(world: &World) {
 
 #[test]
 fn tensor_ranks_decode_with_graphs_bitwise_like_ordinary_steps() {
-    // Nothing is connected or taken for the first time in a capture.
+    // A capture makes no first connection and no first allocation.
     plays(4, "graphs: same bits", &[LATE, ("EMULATED_STRICT", "1")]);
 }
 
-/// One rank is asked to stop, then one rank's caller refuses a response: neither ends alone.
+/// One rank is stopped, then the caller of one rank rejects a response: both end all ranks.
 fn ends_together(world: &World) {
     let axes = axes(world);
     let part = Part::new(&archs()[0], &axes);

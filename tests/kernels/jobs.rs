@@ -20,7 +20,7 @@ pub fn with(config: &str, others: &Value) -> String {
     config.to_string()
 }
 
-/// A job file: what all have, and `more`, which begins within the table of data.
+/// A job file: the common keys, and `more`, which begins within the table [data].
 fn job(kind: &str, steps: usize, more: &str) -> String {
     format!(
         r#"
@@ -76,7 +76,7 @@ pub fn command(ranks: usize, dir: &Path, line: &str) -> Command {
     command
 }
 
-/// The binary in `dir` on an emulated GPU, or on none.
+/// The binary in `dir` with or without an emulated GPU.
 pub fn command_on(has_gpu: bool, dir: &Path, line: &str) -> Command {
     let mut command = Command::new(binary());
     command.current_dir(dir).args(line.split_whitespace());
@@ -88,7 +88,7 @@ pub fn command_on(has_gpu: bool, dir: &Path, line: &str) -> Command {
     command
 }
 
-/// The launcher of `ranks` ranks, of which each lets the others run while it waits.
+/// The launcher of `ranks` ranks. Each yields to the others while it waits.
 pub fn launched(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
@@ -101,7 +101,7 @@ pub fn output_text(done: &Output) -> String {
     String::from_utf8_lossy(&done.stderr).into_owned()
 }
 
-/// The same in one line, as words may be broken.
+/// The same in one line, as lines may be wrapped.
 pub fn flat(done: &Output) -> String {
     output_text(done).split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -124,7 +124,7 @@ pub fn prepared(config: &str) -> TempDir {
     dir
 }
 
-/// The same, for a test of what is emulated; none on a real GPU.
+/// The same, for a test that needs the emulation. `None` on a real GPU.
 pub fn emulated(config: &str) -> Option<TempDir> {
     (!skip_on_a_real_gpu()).then(|| prepared(config))
 }
@@ -154,7 +154,7 @@ pub fn export(dir: &Path, job: &str) -> Vec<u8> {
     std::fs::read(dir.join(job).join("export/model.safetensors")).expect("an export")
 }
 
-/// Two jobs that must not differ in a bit: what they measured, and the model that they leave.
+/// Asserts that two jobs are bit-identical in their metrics and their exported model.
 pub fn assert_same(dir: &Path, one: &str, other: &str) {
     assert_eq!(computed(dir, one), computed(dir, other), "{one} and {other}");
     assert!(export(dir, one) == export(dir, other), "{one} and {other}: exported weights");
@@ -164,7 +164,7 @@ pub fn number(step: &Value, key: &str) -> f64 {
     step[key].as_f64().unwrap_or_else(|| panic!("no {key} in {step}"))
 }
 
-/// Numbers of each step as near as `share` of their size, which counts as `least` at least.
+/// Asserts that metrics of each step are equal within `share` of their size, which counts as `least` at least.
 pub fn assert_near(what: &str, got: &[Value], want: &[Value], keys: &[&str], (share, least): (f64, f64)) {
     assert_eq!(got.len(), want.len(), "{what}");
     for key in keys {
@@ -206,8 +206,7 @@ pub fn prepare(dir: &Path, config: &str) {
     rlhf_hpc(dir, "init --config model.json --tokenizer tokenizer --out model");
 }
 
-/// How often rank `rank` called each function of the emulated libraries, by what its processes left in
-/// `EMULATED_CALLS`.
+/// How often rank `rank` called each function of the emulated libraries, from the file `EMULATED_CALLS`.
 pub fn calls(file: &Path, rank: &str) -> BTreeMap<String, u64> {
     let text = std::fs::read_to_string(file).expect("calls");
     let mut calls = BTreeMap::new();

@@ -91,7 +91,7 @@ fn sums_and_derivatives_depend_only_on_their_row() {
             let values = case.values[case.stride..2 * case.stride].to_vec();
             Case { rows: 1, values, v: case.v, stride: case.stride }
         };
-        // Targets of a row depend on its place, sums do not.
+        // The targets of a row depend on its index, the sums do not.
         for (of, found) in ALL.into_iter().zip(found) {
             let one = compared(&alone(&student), &alone(&teacher), of, 0.9, 0.5);
             assert!(one.sums[0] == found.sums[1] && one.dlogits == found.dlogits[student.stride..2 * student.stride]);
@@ -139,12 +139,12 @@ fn on_heads(of: Divergence, rows_max: usize) -> (Divergences, Vec<f32>, Vec<f32>
     (found, logprobs, dh.to_host(), dw.read(v * d))
 }
 
-/// That whole heads have the numbers of the CPU, jobs hold (`run_layouts.rs`).
+/// Whole jobs compare complete heads with the CPU (`run_layouts.rs`).
 #[test]
 fn chunks_of_any_size_have_the_same_divergences_and_gradients() {
     let (_gpu, _one) = device();
     for of in ALL {
-        // A part that claims to be one of a wide vocabulary has chunks of 16 rows.
+        // A shard of a large vocabulary has chunks of 16 rows.
         let [one, chunks] = [104, 4 << 20].map(|rows_max| on_heads(of, rows_max));
         assert!((&chunks.0, &chunks.1, &chunks.2) == (&one.0, &one.1, &one.2), "{of:?}: chunks change a bit");
         let largest = one.3.iter().fold(0.0f32, |most, x| most.max(x.abs()));

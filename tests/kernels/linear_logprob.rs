@@ -110,7 +110,7 @@ fn a_target_is_the_likeliest_if_no_column_exceeds_it() {
     let (_gpu, _one) = device();
     for (rows, v) in [(1, 1), (9, 7), (130, 300), (3, 2100)] {
         let mut case = Case::new(rows, v);
-        // A tie is a target that nothing is above.
+        // A tied target also counts as the likeliest.
         if v > 20 {
             case.values[0] = 21.5;
         }
@@ -170,14 +170,14 @@ fn non_finite_logits_give_non_finite_statistics() {
     case.values[77] = f32::NAN;
     case.values[stride + 77] = f32::INFINITY;
     case.values[2 * stride..][..300].fill(f32::NEG_INFINITY);
-    // Minus infinity alone is a token that cannot come.
+    // A logit of minus infinity is a token with probability 0.
     for (i, x) in case.values[3 * stride..][..300].iter_mut().enumerate() {
         *x = if i == places[3] { 1.5 } else { f32::NEG_INFINITY };
     }
     let (_, _, stats) = case.on_gpu(DType::F32, 1.0);
     let [logprobs, entropy] = read(&stats, 4, 1.0);
     assert!(logprobs[..3].iter().all(|x| x.is_nan()), "{logprobs:?}");
-    // A power of 2 times that of its opposite is 1 but for what GPUs are off; its logarithm is what is left of it.
+    // 2^x times 2^-x is 1 up to the GPU's error, which is its logarithm.
     near(logprobs[3], 0.0, POWERS, "the only token");
     near(entropy[3], 0.0, POWERS, "no choice");
 }

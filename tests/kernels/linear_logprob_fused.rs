@@ -26,7 +26,7 @@ fn stats(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &[usi
     stats.read(rows)
 }
 
-/// The statistics of stored logits, those of the exact product.
+/// The statistics of stored logits of the exact GEMM.
 fn of_stored(h: &[f32], w: &[f32], k: usize, inverse_temperature: f32, places: &[usize]) -> Vec<[u32; 4]> {
     let (rows, v) = (h.len() / k, w.len() / k);
     let (h, w, places) =

@@ -90,7 +90,7 @@ fn an_update_waits_for_its_loss_values_and_for_the_norm_of_each_gradient() {
     let clip = PpoConfig { dual_clip: 1.1, correction: Correction::Tis, ..PpoConfig::default() };
     let cispo = PpoConfig { loss: PolicyLossKind::Cispo, kl_in: KlIn::Loss, ..PpoConfig::default() };
     let gspo = PpoConfig { loss: PolicyLossKind::Gspo, entropy_coef: 0.02, ..PpoConfig::default() };
-    // A ratio of whole sequences needs a pass over the head before.
+    // A sequence-level ratio needs one more forward of the head.
     for (ppo, passes) in [(clip, 1), (cispo, 1), (gspo, 2)] {
         let config = config(ppo);
         let count = microbatches(&config, &samples).len() as u64;
@@ -99,7 +99,7 @@ fn an_update_waits_for_its_loss_values_and_for_the_norm_of_each_gradient() {
         let update = Update { config: &config, axes: &axes, kl_beta: BETA, texts: &[] };
         let (waits, sums) = waited(gpu, || update.minibatch(&mut actor, Some(&mut critic), &samples));
         let sums = sums.expect("finite");
-        // For the numbers of each pass and of the critic, and for two norms.
+        // Waits for the values of each pass and of the critic, and for two norms.
         assert_eq!(waits, [(passes + 1) * count + 2, 0], "{:?}", config.ppo.loss);
         assert!(
             sums.get("logprob_gap_max") > 0.0 && sums.get("entropy") > 0.0 && sums.get("value_loss") > 0.0,
@@ -117,7 +117,7 @@ fn scoring_returns_the_results_of_a_microbatch_while_the_next_one_runs() {
     let rows: Vec<Tokens> = samples.iter().map(Tokens::from_sample).collect();
     let (waits, scored) = waited(gpu, || score::logprobs(&actor, &axes, &rows, 0.9, 24));
     let (of_critic, values) = waited(gpu, || score::values(&critic, &axes, &rows, 24));
-    // Behind the last micro-batch there is none.
+    // No micro-batch follows the last one.
     assert!(waits[0] == 1 && waits[1] > 1, "{waits:?}");
     assert_eq!(of_critic, waits);
     for (i, sample) in samples.iter().enumerate() {
@@ -143,7 +143,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_only_for_its_values() {
     let (old, advantages) = (numbers(3, t).iter().map(|x| x - 4.6).collect::<Vec<_>>(), numbers(4, t));
     let weights: Vec<f32> = (0..t).map(|i| if i % 6 == 0 { 0.0 } else { 0.01 }).collect();
     let config = PpoConfig { entropy_coef: 0.05, ..PpoConfig::default() };
-    // A part that claims to be one of a wide vocabulary has chunks of 16 rows.
+    // A shard of a large vocabulary has chunks of 16 rows.
     let part = HeadPart { rows_max: 4 << 20, ..HeadPart::whole(&w) };
     let asked = Cell::new(0);
     let pass = |part: HeadPart| {
@@ -178,13 +178,13 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_only_for_its_values() {
     let (waits, found) = waited(gpu, || pass(part));
     assert_eq!((waits, asked.get()), ([10, 0], 10), "a wait a chunk");
     let found = read(found);
-    // One chunk sums dW in one chain, several in several: the rest has the same bits.
+    // The order of dW's sum depends on the chunks. All else has the same bits.
     let one = read(pass(HeadPart { rows_max: v, ..part }));
     assert_eq!(asked.get(), 11);
     assert_eq!((&one.0, &one.1), (&found.0, &found.1));
     let gap = one.2.iter().zip(&found.2).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(gap < 1e-6 && one.2.iter().any(|x| x.abs() > 1e-4), "{gap}");
-    // Scoring stores no logits, and has the bits of training.
+    // Scoring stores no logits and has the bits of training.
     let [mut l, mut e] = [vec![0.0; t], vec![0.0; t]];
     let (waits, ()) = waited(gpu, || linear_logprob::forward(&h, w, &targets, 0.8, &mut l, &mut e));
     assert_eq!(waits, [1, 0], "one download for all of it");

@@ -63,7 +63,7 @@ static ONE: Mutex<()> = Mutex::new(());
 pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     STARTED.call_once(|| {
-        // An error that ends a test has words, too.
+        // An error that ends a test has a message, too.
         let usual = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             if let Some(error) = panic.payload().downcast_ref::<Error>() {
@@ -81,7 +81,7 @@ pub fn device() -> (&'static Gpu, MutexGuard<'static, ()>) {
     (gpu(), one)
 }
 
-/// That `body` panics with these words: those of the error that the panic carries, or its own.
+/// Asserts that `body` panics with this text, in the panic's error or in its own message.
 pub fn refused(wanted: &str, body: impl FnOnce()) {
     let panic = catch_unwind(AssertUnwindSafe(body)).expect_err("this must be refused");
     let error = panic.downcast_ref::<Error>().map(|error| error.message.clone());
@@ -129,7 +129,7 @@ pub fn in_every_order(body: impl Fn()) {
     }
 }
 
-/// Numbers in -1..1 that look random, the same for the same seed.
+/// Pseudo-random numbers in -1..1, the same for the same seed.
 pub fn numbers(seed: u32, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12345);
     (0..len)

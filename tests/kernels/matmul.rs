@@ -1,4 +1,4 @@
-//! y = x W^T and its gradients: right against f64, and the bits that must not move.
+//! y = x W^T and its gradients: compared with f64, and bitwise independent of tiles, positions and thread order.
 
 use crate::{bf16, device, in_every_order, numbers, on_a_real_gpu, on_gpu, refused, rounded};
 use rlhf_hpc::device::cuda::matmul::{
@@ -23,7 +23,7 @@ pub const TILES: [Tile; 12] = [
     Tile::Wide128x128,
     Tile::Wide256x128,
 ];
-/// Rows at which families begin and end, and their tails.
+/// The bounds of the kernel families in rows, and their tails.
 const ROWS: [usize; 12] = [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 300];
 /// The value of memory that must not be read: NaN.
 const NAN: u16 = 0xffff;
@@ -138,12 +138,12 @@ pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// The addend of a sum: the result, or nothing.
+/// The addend of a GEMM: the result, or nothing.
 pub fn addend<'a>(add: bool) -> Addend<'a> {
     if add { Addend::Result } else { Addend::Nothing }
 }
 
-/// Holds a forward product to f64. Nothing is read or written between rows, which lie `gaps` of x, W and y apart.
+/// Compares a forward GEMM with f64. Nothing is read or written in the gaps between the rows of x, W and y.
 pub fn forward_holds(
     (m, n, k): (usize, usize, usize),
     gaps: [usize; 3],
@@ -226,7 +226,7 @@ fn a_row_has_the_same_bits_in_every_kernel_family_at_every_position_among_any_ro
     };
     let all = run(Tile::Rows16, 0, rows);
     for (m, family) in ROWS.into_iter().flat_map(|m| supported(&TILES).into_iter().map(move |family| (m, family))) {
-        // The last rows as well as the first, so that a row stands at another place of its tile.
+        // Both the first and the last rows, so that a row has another position in its tile.
         for first in [0, rows - m] {
             assert_eq!(run(family, first, m), all[first * n..(first + m) * n], "{m} rows from {first}, {family:?}");
         }
@@ -259,7 +259,7 @@ fn gemms_of_the_same_x_have_the_bits_of_separate_gemms() {
     }
 }
 
-/// silu(gate) up of products with m rows and n columns, by a product and a kernel each.
+/// silu(gate) up of GEMMs with m rows and n columns, each GEMM and the gate in its own kernel.
 fn activated(way: Way, x: Matrix, factors: [Factor; 2], n: usize) -> Vec<u32> {
     let (m, wide) = (x.rows, n.next_multiple_of(8));
     let [gate, up] = factors.map(|Factor { w, bias }| {
@@ -386,7 +386,7 @@ fn matrices_with_unsupported_strides_are_rejected() {
 #[test]
 fn added_gradients_equal_f64_and_have_equal_bits_for_all_tile_sizes_and_thread_orders() {
     let first = std::cell::OnceCell::new();
-    // n odd and even, every tail.
+    // Odd and even n, and every tail.
     let shapes = [(1, 1, 8), (3, 33, 24), (65, 40, 72), (17, 131, 136), (130, 24, 16), (72, 67, 128), (200, 135, 72)];
     in_every_order(|| {
         let of = |size| shapes.map(|shape| gradients_hold(shape, Way::Exact(size)));

@@ -1,4 +1,4 @@
-//! The whole model on the GPU compared with the CPU: the same code, the same weights, other devices.
+//! The whole model on the GPU compared with the CPU: the same code and the same weights.
 
 use crate::models::{self, relative_gap};
 use crate::{device, numbers};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 const SEED: u64 = 11;
 pub const VOCABULARY: usize = 77;
 
-/// Two layers with heads of 64, the least that kernels know.
+/// Two layers with heads of 64, the smallest with all kernels.
 fn arch(family: &str, kv_heads: usize) -> Arch {
     let more = serde_json::json!({
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": kv_heads,
@@ -64,7 +64,7 @@ fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
     follow_the_cpu(&[0, 5, 5, 23, 40]);
 }
 
-/// Holds all that training computes of rows that end at `ends` to the CPU.
+/// Compares all results of training on rows that end at `ends` with the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
     for arch in [llama(), qwen3()] {
         let models = both(&arch);

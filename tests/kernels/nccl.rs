@@ -1,5 +1,5 @@
-//! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`): the same bits as
-//! through the host.
+//! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`), have the same bits
+//! as through the host.
 
 use crate::ranks::{LATE, plays};
 use crate::{bf16, numbers, on_gpu};
@@ -17,20 +17,20 @@ use std::ops::Range;
 use std::process::Command;
 use std::sync::Arc;
 
-/// A group whose GPUs are joined, and one of the same ranks whose values travel through the host.
+/// A group whose GPUs use NCCL, and one of the same ranks whose values are staged through the host.
 struct Both {
     linked: Group,
     apart: Group,
 }
 
 impl Both {
-    /// That `run` has the same bits whichever way values go.
+    /// Asserts that `run` has the same bits with both groups.
     fn agree<T: PartialEq + std::fmt::Debug>(&self, what: &str, run: impl Fn(&Group) -> T) {
         assert_eq!(run(&self.linked), run(&self.apart), "{what}");
     }
 }
 
-/// Joins the GPUs of a group of all ranks, whose axis is named so.
+/// Sets up NCCL for a group of all ranks with this axis name.
 pub fn link(world: &World, name: &'static str, group: &Group, stream: cuda::Stream) {
     let gpu = format!("GPU {}", world.rank);
     let axes = [Axis { name, group, stream }];
@@ -74,7 +74,7 @@ fn cuts(len: usize, size: usize) -> Vec<Vec<Range<usize>>> {
 
 fn same_bits(both: &Both) {
     let (rank, size) = (both.linked.rank(), both.linked.size());
-    // Below and above the size from which sums go in shares; lengths that eight and the ranks do not divide.
+    // Below and above the size from which ranks sum shares; lengths that neither eight nor the ranks divide.
     for (rows, width) in [(1, 8), (3, 24), (1, 7), (400, 520), (1, 300_001), (0, 64)] {
         let x = Tensor::from_slice(rows, width, &values(rank, rows * width));
         for f32 in [false, true] {
@@ -91,7 +91,7 @@ fn same_bits(both: &Both) {
         let flat = || Flat::Cuda(Memory::from_values(&x), DType::F32);
         for cuts in cuts(len, size) {
             let own = cuts[rank].clone();
-            // Sums are of equal shares; gathers are of any.
+            // Sums have equal ranges, gathers any ranges.
             let is_even = cuts.iter().all(|cut| cut.len() == own.len());
             let mut orders = Vec::from_iter(is_even.then_some(GradientOrder::Fast));
             orders.extend((is_even && size.is_power_of_two()).then_some(GradientOrder::Fixed));
@@ -117,7 +117,7 @@ fn same_bits(both: &Both) {
     exchanged(both, rank, size);
 }
 
-/// Exchanges between chosen ranks, and the sum of a run that begins anywhere.
+/// Exchanges between chosen ranks, and the sum of a range at any offset.
 fn exchanged(both: &Both, rank: usize, size: usize) {
     let lens = |r: usize| 8 * (r + 1);
     let from = (rank + size - 1) % size;
@@ -129,7 +129,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
             receive.view(dtype).to_f32()
         });
     }
-    // Rank a sends 3 a + b values to rank b, from places that overlap.
+    // Rank a sends 3 a + b values to rank b, from overlapping ranges.
     let x = Tensor::from_slice(1, 64, &values(rank, 64)).on(Device::Cuda, DType::F32);
     let to: Vec<Range<usize>> = (0..size).map(|b| b..b + 3 * rank + b).collect();
     let mut end = 1;
@@ -158,7 +158,7 @@ fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
     }
 }
 
-/// Jobs of streams, on a group whose GPUs are joined after the streams were made.
+/// Jobs of streams, on a group whose NCCL is set up after the streams were created.
 fn streams(world: &World) {
     let group = world.group().split("zero", 0, world.rank);
     let stream = Stream::new("zero", &group);
@@ -178,14 +178,14 @@ fn streams(world: &World) {
         let want: Vec<f32> = (0..size).flat_map(|r| values(r + from, len)[ranges[r].clone()].to_vec()).collect();
         assert_eq!(pending.wait().slice(0..len).to_host(), want, "job {from}");
     }
-    // What nobody waits for gives its memory back when it is dropped, not before.
+    // A job that is not waited for frees its memory when it is dropped, not earlier.
     drop(job(0));
     let (mut before, ranges) = (Flat::Cuda(Memory::from_values(&values(rank, len)), DType::F32), ranges);
     let pending = stream.submit(move |group| group.gather_slice(before.all_mut(), &ranges));
     assert_eq!(cuda::gpu().usage().in_use, held + 4 * len, "memory that a collective uses was given away");
     pending.wait();
     assert_eq!(cuda::gpu().usage().in_use, held);
-    // What was sent is what stood there when the job was submitted, and what it brings is there for what follows.
+    // A job sends the values at its submission, and later work sees the received values.
     let block = Arc::new(Memory::from_values(&values(rank, len)));
     let pass = |block: &Arc<Memory>| {
         let (block, mut received) = (block.clone(), Memory::scratch(4 * len));
@@ -196,7 +196,7 @@ fn streams(world: &World) {
     };
     let first = pass(&block);
     drop(block);
-    // Takes the block's memory, if that is free.
+    // Reuses the block's memory if it is free.
     let zeros = Memory::zeros(4 * len);
     let received = Arc::new(first.wait());
     let second = pass(&received);
@@ -204,13 +204,13 @@ fn streams(world: &World) {
     let before = |n: usize| values((rank + n * (size - 1)) % size, len);
     assert_eq!((own, second.wait().view(DType::F32).to_f32()), (before(1), before(2)));
     assert!(zeros.read::<f32>(len).iter().all(|x| *x == 0.0));
-    // Whoever is waited for first, a job sends what the compute stream wrote before.
+    // In any order of waits, a job sends the values that the compute stream wrote before.
     let (from, mut sent) = (Memory::from_values(&values(rank, len)), Memory::zeros(4 * len));
     sent.view_mut(DType::F32).copy_from(from.view(DType::F32));
     let third = pass(&Arc::new(sent));
     cuda::gpu().wait_for(cuda::Stream::Zero);
     assert_eq!(third.wait().view(DType::F32).to_f32(), before(1));
-    // All of it is booked, and nothing is under way.
+    // All calls are counted, and none is in flight.
     let booked: u64 = comm::accounting().iter().filter(|((axis, _), _)| *axis == "zero").map(|(_, t)| t.calls).sum();
     assert!(booked >= 7, "{booked} calls");
 }
@@ -227,7 +227,7 @@ fn collectives_run_after_earlier_work_and_before_later_work_on_a_delayed_gpu() {
     }
 }
 
-/// Real ones leave a thread in their code, which waits for ranks; 2.14.3 was unloaded beneath it.
+/// Real libraries have a thread that waits for ranks. NCCL 2.14.3 was unloaded while its thread ran.
 #[test]
 fn an_unused_library_stays_loaded_for_its_threads() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -236,7 +236,7 @@ fn an_unused_library_stays_loaded_for_its_threads() {
     let others = ["CommGetAsyncError", "ReduceScatter", "AllGather", "Broadcast", "Send", "Recv"];
     let empty = of_group.iter().chain(&others).map(|name| format!("int nccl{name}(void) {{ return 0; }}\n"));
     let version = "int ncclGetVersion(int *version) { *version = 21403; return 0; }\n";
-    // In C: what C++ leaves in a library keeps it, too.
+    // In C, as C++ symbols would keep a library loaded, too.
     fs::write(&source, empty.collect::<String>() + version).expect("a source");
     let mut compiler = Command::new("gcc");
     let status = compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status().expect("gcc is needed");

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 const LEN: usize = 40_000;
 
-/// Takes what was freed and writes over it.
+/// Allocates the freed memory and overwrites it.
 fn spoil() {
     for seed in 0..3 {
         let mut other = Memory::scratch(4 * LEN);
@@ -75,7 +75,7 @@ fn pinned_memory_is_backed_before_it_is_used() {
     assert_eq!([5 << 20, 4096, 12].map(pages_of), [(1280, 1280, false), (1, 1, false), (1, 1, false)]);
 }
 
-/// Whether the driver is emulated, and no earlier than it must be.
+/// Whether the driver is emulated and as late as possible.
 fn is_late() -> bool {
     let early = std::env::var_os("EMULATED_EARLY");
     std::env::var_os(crate::emulation::LATE).is_some() && early.is_none_or(|early| early == "0")
@@ -107,7 +107,7 @@ fn kernels_overlap_with_offloading_and_the_next_owner_of_the_memory_waits() {
     host_copy.finish();
     assert_eq!(host_copy.as_f32(), once);
     assert_eq!(z.read::<f32>(LEN), once);
-    // It comes back behind the copy that brought it there, though nobody has waited for that.
+    // Onloading waits for the offloading copy, which the host has not waited for.
     y = host_copy.onload();
     host_copy.wait();
     add(&x, &mut y);
@@ -117,7 +117,7 @@ fn kernels_overlap_with_offloading_and_the_next_owner_of_the_memory_waits() {
     assert_eq!(y.read::<f32>(LEN), sums(&a, &once));
 }
 
-/// Units of several lengths, one of them of nothing.
+/// Units of several lengths, one of which is empty.
 fn units() -> Vec<Range<usize>> {
     let lens = [12_000, 4_096, 4_096, 0, 20_032, 4_096, 64];
     let ends = lens.iter().scan(0, |end, len| {
@@ -159,7 +159,7 @@ fn updates_of_offloaded_state_equal_those_of_state_on_the_gpu() {
         let grads = Memory::from_values(&numbers(20 + update, len));
         let in_use = gpu.usage().in_use;
         for (zero, w) in [(&mut here, &mut w_here), (&mut away, &mut w_away)] {
-            // What is there of the state while it is updated: some neighbours.
+            // During the update, only a few neighbouring units of the state are on the GPU.
             let neighbours = units.windows(UNITS_AT_ONCE).map(|all| all.iter().map(Range::len).sum::<usize>());
             gpu.set_limit((in_use + 16 * neighbours.max().expect("units") + UNITS_AT_ONCE * 512) as u64);
             update_all(zero, &units, w, &grads);
@@ -167,7 +167,7 @@ fn updates_of_offloaded_state_equal_those_of_state_on_the_gpu() {
         }
         assert_eq!(gpu.usage().in_use, in_use, "all of it left again");
     }
-    // State that stays on the GPU between the updates of a step leaves behind the last.
+    // State that stays on the GPU between the updates of a step is offloaded after the last one.
     let (mut stays, mut w_stays) =
         (Zero::new([Device::Cuda, Device::Cpu], &config, partition.clone(), &[], true), Memory::zeros(2 * len));
     master(&mut stays);

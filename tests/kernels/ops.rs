@@ -39,7 +39,7 @@ fn holds<const N: usize>(
         assert_eq!(got.len(), want.len(), "{what}: {name}");
         for (i, (got, want)) in got.iter().zip(want).enumerate() {
             let error = (f64::from(*got) - f64::from(*want)).abs();
-            // NaN is not near.
+            // NaN fails.
             let is_near = error <= relative * f64::from(want.abs()) + absolute;
             assert!(is_near, "{what}: {name}[{i}] is {got}, needs {want}");
         }
@@ -47,7 +47,7 @@ fn holds<const N: usize>(
     got
 }
 
-/// That a row has the bits alone that it has among others; `run` does some rows on the GPU.
+/// Asserts that a row has the same bits alone and among others. `run` computes some rows on the GPU.
 fn is_apart<const N: usize>(rows: usize, run: impl Fn(Range<usize>) -> [Tensor; N]) {
     let at = rows.saturating_sub(2);
     for (all, alone) in run(0..rows).iter().zip(run(at..at + rows.min(1))) {
@@ -61,7 +61,7 @@ const WIDTHS: [usize; 11] = [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 820
 
 /// rstd, y, dx and dw of `groups` groups of `n`; the gradients are added to what was there.
 fn norms(groups: usize, n: usize) -> [Vec<f32>; 4] {
-    // Terms of up to 4 may cancel: what f32 rounds of them stays.
+    // Terms of up to 4 may cancel, and their f32 rounding errors remain.
     let of_dw = ("dw", 1e-6, 2e-7 * (groups as f64 + 8.0));
     let bounds = [("rstd", F32, 0.0), ("y", BF16, 0.0), ("dx", BF16, 2e-6), of_dw];
     holds(&format!("norm of {groups} groups of {n}"), bounds, |device| {
@@ -83,7 +83,7 @@ fn normed(x: &Tensor, w: &Tensor) -> [Tensor; 2] {
 fn groups_of_every_width_are_normalised_as_on_the_cpu_with_equal_bits_in_every_order() {
     let first = std::cell::OnceCell::new();
     in_every_order(|| {
-        // As many groups as several blocks have where they are short.
+        // Enough short groups for several blocks.
         let groups = |n| [0, 1, 3, if n <= 256 { 150 } else { 19 }];
         let shapes = WIDTHS.into_iter().flat_map(|n| groups(n).map(|groups| (groups, n)));
         let bits = shapes.map(|(groups, n)| {
@@ -170,7 +170,7 @@ fn predicted(h: &Tensor, w: &Tensor) -> Tensor {
 fn values_and_their_gradients_equal_the_cpus_and_rows_are_independent() {
     in_every_order(|| {
         for (d, t) in [(8, 300), (24, 17), (64, 0), (96, 3), (1000, 40), (4096, 1), (4096, 20)] {
-            // Chains of at most d / 32 terms below 1, and five sums more.
+            // Sums of at most d / 32 terms below 1, and five more additions.
             let of_values = ("values", 1e-6, 6e-8 * (d as f64 / 32.0 + 8.0).powf(1.5));
             let of_dw = ("dw", 1e-6, 6e-8 * (16.0 + t as f64 / 16.0));
             holds(&format!("{t} rows of {d}"), [of_values, ("dh", BF16, 0.0), of_dw], |device| {
@@ -185,10 +185,10 @@ fn values_and_their_gradients_equal_the_cpus_and_rows_are_independent() {
     });
 }
 
-/// Rows of a vocabulary, of which some come often and some never.
+/// Rows of a vocabulary. Some occur often and some never.
 const V: usize = 37;
 
-/// Sums in f32, one row after another: the order is part of the promise.
+/// Sums in f32, one row after another: the order is guaranteed.
 #[test]
 fn embedding_rows_are_copied_or_zero_for_other_ranks_and_gradients_are_summed_in_row_order() {
     in_every_order(|| {

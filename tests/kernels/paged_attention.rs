@@ -82,7 +82,7 @@ fn split_decoding_has_the_bits_of_training() {
         (256, 3, 1, Some(1)),
     ] {
         let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[600, 1, 64, 257, 130, 20]);
-        // Two tokens of the last: where groups are large, a prefilling tile.
+        // Two tokens of the last one, which use a prefill tile if groups are large.
         batch.holds(&[(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)]);
         batch.holds(&[(0, 0), (0, 0), (0, 0), (256, 1), (0, 0), (0, 0)]);
     }
@@ -92,7 +92,7 @@ fn split_decoding_has_the_bits_of_training() {
 fn no_order_of_threads_changes_a_bit() {
     in_every_order(|| {
         for head_dim in DIMS {
-            // A prefilling tile with warps that have no rows, and decoding ones.
+            // A prefill tile with warps without rows, and decode tiles.
             Batch::new(&shape(4, 2, head_dim, Some(80)), &[70, 20, 140]).holds(&[(52, 18), (19, 1), (137, 3)]);
         }
     });

@@ -3,7 +3,7 @@ use rlhf_hpc::device::cuda::Memory;
 use rlhf_hpc::device::cuda::rank_sum::{self, Parts};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
 
-/// Parts of all ranks, of which that of `rank` is NaN: it must not be read. And this rank's own.
+/// Parts of all ranks, and this rank's own part. In the first, the part of `rank` is NaN, as it must not be read.
 fn parts(ranks: usize, rank: usize, stride: usize, len: usize) -> (Vec<Vec<f32>>, Vec<f32>) {
     let each: Vec<Vec<f32>> = (0..ranks).map(|r| numbers(r as u32 + 1, len)).collect();
     let mut all = vec![f32::NAN; ranks * stride];

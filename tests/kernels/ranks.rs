@@ -1,4 +1,4 @@
-//! Tests of several ranks with an emulated GPU each: this target starts itself again under mpirun, and each rank plays
+//! Tests of several ranks with an emulated GPU each: this target starts itself again under mpirun, and each rank runs
 //! a scene.
 
 use crate::jobs::launched;
@@ -22,7 +22,7 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
         .args(["ranks::a_process_runs_its_rank", "--exact", "--nocapture", "--test-threads=1"])
         .env(emulation::LIBRARY, emulation::gpu())
         .env(SCENE, scene);
-    // This process may be opening its own.
+    // This process may open its own GPU at the same time.
     for name in emulation::CHECKED {
         command.env_remove(name);
     }
@@ -32,7 +32,7 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
     Some((out.status.success(), said))
 }
 
-/// The same of a scene that must end well.
+/// The same for a scene that must succeed.
 pub fn plays(ranks: usize, scene: &str, env: &[(&str, &str)]) {
     let Some((well, said)) = play(ranks, scene, env) else { return };
     assert!(well, "{scene} on {ranks} ranks, {env:?}: {said}");

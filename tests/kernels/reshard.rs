@@ -1,4 +1,4 @@
-//! Weights brought from training's layout into the rollout's inside the GPU, against the same weights made in that
+//! Weights resharded from training's layout to the rollout's on the GPU, compared with the same weights created in that
 //! layout.
 
 use crate::models;
@@ -34,7 +34,7 @@ fn held(arch: &Arch, axes: &Axes, stage: usize) -> (Transformer, Weights) {
     (Transformer::for_axes(arch, &weights.table, axes), weights)
 }
 
-/// Joins the GPUs of those axes that are named.
+/// Sets up NCCL for the named axes.
 fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
     let one = Group::one();
     let group = |i: usize, group| if joined[i] { group } else { &one };
@@ -54,7 +54,7 @@ fn resharding_over_nccl_moves_no_weights_through_the_host() {
 
 pub fn scene(world: &World) {
     for (arch, joined) in [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [false, true])] {
-        // Where sequences alone are cut, weights lie as over data.
+        // A sequence axis shards weights like a data axis.
         for (mesh, stage) in layouts(world).into_iter().filter(|(mesh, _)| mesh.sequence == 1 || mesh.tensor > 1) {
             let axes = Axes::split_mesh(&world.group(), &mesh);
             join(world, &axes, joined);

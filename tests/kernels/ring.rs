@@ -25,7 +25,7 @@ fn passed(
     };
     let d_o = rounded(&numbers(4, case.q.len()));
     let [q, d_o] = [&case.q, &d_o].map(|x| part(x, rank, of_q));
-    // In the order in which they come.
+    // In the order of arrival.
     let owners = (0..size).map(|s| (rank + size - s) % size);
     let block = |owner| ring_attention::block(&part(&case.k, owner, of_k), &part(&case.v, owner, of_k));
     let (blocks, steps) = (owners.map(block).collect::<Vec<_>>(), Steps::new(device, ends, shape, rank, size).steps);

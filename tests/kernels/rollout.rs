@@ -1,4 +1,4 @@
-//! The engine on the GPU: responses by graphs are those of ordinary steps, bit for bit.
+//! The engine on the GPU: responses by graphs equal those of ordinary steps, bit for bit.
 
 use crate::device;
 use crate::model::{VOCABULARY, llama, qwen3};
@@ -55,7 +55,7 @@ impl Part {
         self.run_seen(None, engine, requests, &mut |_| {})
     }
 
-    /// `seen` hears of every step.
+    /// `seen` is called after every step.
     fn run_seen(
         &self,
         tokenizer: Option<&Tokenizer>,
@@ -72,7 +72,7 @@ fn tiny(arch: &Arch) -> Part {
     Part::new(arch, &Axes::one())
 }
 
-/// Request `i`: sample `i % 3` of a prompt that three share, with parameters, stops and lengths of its own.
+/// Request `i`: sample `i % 3` of a prompt with three samples, with its own parameters, stops and length.
 pub fn request(i: usize, new_tokens_max: usize) -> Request {
     let prompt = i / 3;
     let tokens: Vec<u32> = (0..=prompt * 11 % 40).map(|j| ((i / 3 * 17 + j * 5 + 3) % VOCABULARY) as u32).collect();
@@ -101,7 +101,7 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
     }
 }
 
-/// A response to the last bit.
+/// All bits of a response.
 pub type Bits = (Vec<u32>, Vec<u32>, Vec<u32>, Finish, String);
 
 pub fn bits(outcome: &Outcome) -> Vec<Bits> {
@@ -159,7 +159,7 @@ fn more_requests_than_slots_get_the_same_responses() {
     let requests: Vec<Request> = (0..10).map(|i| request(i, 4 + i * 5 % 17)).collect();
     let [outcome, ordinary] = both(&tiny.config(4, 100, true), &tiny, &requests, None);
     assert!(outcome.graph_steps > 0);
-    // A step too many where a set of rows ends by tokens that the host reads late.
+    // One extra step if all rows end by tokens, which the host reads late.
     let most = ordinary.forwards + requests.len();
     assert!(outcome.forwards <= most, "slots were empty: {} forwards of {most}", outcome.forwards);
 }
@@ -278,7 +278,7 @@ fn a_repeated_step_is_one_launch_without_allocation_and_graphs_outlive_a_call() 
         let steady = &seen[2..];
         assert!(steady.iter().all(|usage| usage.requests == steady[0].requests), "memory was asked for: {steady:?}");
         assert!(steady.iter().all(|usage| usage.in_use == steady[0].in_use), "{steady:?}");
-        // The host waits for the draws of the step before while the next one runs.
+        // The host waits for the sampled tokens of a step while the next one runs.
         for step in counted[2..11].windows(2) {
             let counts = [0, 1, 2, 3].map(|i: usize| step[1][i] - step[0][i]);
             assert_eq!(counts, [1, 1, 1, 0], "starts, graphs, waits for a copy, and waits for all: {counted:?}");
@@ -286,10 +286,10 @@ fn a_repeated_step_is_one_launch_without_allocation_and_graphs_outlive_a_call() 
         calls.push((seen[0].requests, steady[0].requests, bits(&outcome)));
     }
     assert_eq!(calls[0].2, calls[1].2);
-    // A real GPU's memory is kept when it is freed, and a graph may find all of it there.
+    // A real GPU's freed memory is cached, and a graph may reuse all of it.
     assert!(crate::on_a_real_gpu() || calls[0].0 < calls[0].1, "the first call makes the graph");
     assert_eq!(calls[1].0, calls[1].1, "the second one has it");
-    // Weights that have moved: a graph that reads the old ones reads freed memory.
+    // The weights have moved: a graph with the old addresses reads freed memory.
     let moved = self::tiny(&llama());
     drop(tiny);
     let outcome = moved.run(&mut engine, &plain(4, |_| 12));

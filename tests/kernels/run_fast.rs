@@ -6,7 +6,7 @@ use crate::{on_a_real_gpu, skip, skip_on_a_real_gpu};
 use rlhf_hpc::device::cuda::cublaslt::CublasLt;
 use serde_json::Value;
 
-/// Enough tokens of each row for products of many rows; all samples of a step in one batch, in scoring and in training.
+/// Rows long enough for GEMMs of many rows; all samples of a step are in one batch, in scoring and in training.
 const PPO: &str = "ppo.toml model.actor=sft/export job.steps=1 rollout.prompts_per_step=4 rollout.response_tokens_max=24 \
                    rollout.response_tokens_min=12 ppo.minibatch_samples=8 ppo.microbatch_tokens_max=1024 optim.actor.lr=1e-4";
 
@@ -36,10 +36,10 @@ fn sft_and_ppo_with_cublaslt_are_close_to_exact_runs_and_ratios_use_recomputed_l
     let said = run(1, PPO, "job.gemm=cublaslt job.dir=fast");
     assert!(said.contains("recomputed by a training forward pass"), "{said}");
     recomputed(&metrics(at, "fast"), &exact);
-    // Who takes the rollout's all the same has ratios that do not begin at one.
+    // With the log-probabilities of the rollout, ratios do not start at one.
     let said = run(1, PPO, "job.gemm=cublaslt ppo.old_logprobs=rollout job.dir=rollout");
     assert!(said.contains("from sampling, not bit-identical with training"), "{said}");
-    // On a GPU the library may well give such small products the same bits.
+    // On a real GPU, the library may give such small GEMMs the same bits.
     let has_gap = |step: &Value| number(step, "logprob_gap_max") > 0.0;
     assert!(on_a_real_gpu() || metrics(at, "rollout").iter().all(has_gap));
     if skip_on_a_real_gpu() {
@@ -52,15 +52,14 @@ fn sft_and_ppo_with_cublaslt_are_close_to_exact_runs_and_ratios_use_recomputed_l
     recomputed(&metrics(at, "two"), &exact);
 }
 
-/// Holds a fast run to an exact one. Its decoding multiplies few rows at a time and its training many, which gives
-/// other bits; scoring and training see the same batch, so a gap of zero shows that what was recomputed is what ratios
-/// begin at.
+/// Compares a run with cuBLASLt with an exact one. Decoding has few rows at a time and training many, so the bits
+/// differ. Scoring and training see the same batch, so a gap of zero shows that ratios use the recomputed values.
 fn recomputed(fast: &[Value], exact: &[Value]) {
     assert_near("fast", fast, exact, &["entropy", "grad_norm_actor", "grad_norm_critic"], (0.05, 0.02));
     for step in fast {
         let (sampler, gap) = (number(step, "sampler_gap_max"), number(step, "logprob_gap_max"));
         assert!(sampler > 0.0 && sampler < 0.1, "the sampler's gap is {sampler}: {step}");
-        // A real library may give rows of one batch other bits by their places.
+        // With a real library, the bits of a row may depend on its position in the batch.
         assert!(if on_a_real_gpu() { gap < 0.1 } else { gap == 0.0 }, "ratios begin {gap} away: {step}");
         assert!(number(step, "time_old_logprobs_s") > 0.0, "{step}");
     }

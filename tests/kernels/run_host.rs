@@ -1,4 +1,4 @@
-//! Whole jobs whose state waits in the host's memory while the GPU does not need it, and what they may take of the GPU.
+//! Whole jobs that offload state to host memory, and the GPU memory that a rank may use.
 
 use crate::jobs::{CONFIG, assert_same, calls, command, emulated, metrics, number, output_text, prepared, well, with};
 use crate::skip_on_a_real_gpu;
@@ -8,7 +8,7 @@ use std::process::Command;
 
 const OFFLOAD: &str = "mesh.offload=[\"optimizer\",\"roles\"]";
 
-/// The config.json of a model whose weights and state are larger than the other memory of a step.
+/// The config.json of a model whose weights and state use more memory than the rest of a step.
 fn deep() -> String {
     with(CONFIG, &json!({"num_hidden_layers": 6}))
 }
@@ -17,7 +17,7 @@ fn deep() -> String {
 fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_memory_is_short() {
     let dir = prepared(&deep());
     let at = dir.path();
-    // Schedules that do not follow job.steps.
+    // Schedules that do not depend on job.steps.
     let ppo = "run ppo.toml optim.actor.schedule=constant optim.critic.schedule=constant";
     let job = |more: &str| command(1, at, &format!("{ppo} {more}"));
     well(&mut job(&format!("job.dir=away job.steps=3 {OFFLOAD}")));
@@ -27,7 +27,7 @@ fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_me
     eprintln!("peak bytes of the GPU: {} here, {} with state on the host", peaks[0], peaks[1]);
     assert!(peaks[1] * 4.0 < peaks[0] * 3.0, "{peaks:?}: offload saves a quarter at least");
     let pinned = [&here, &away].map(|steps| number(&steps[1], "memory_pinned_bytes"));
-    // Draws and losses come to the host through some of it in any case.
+    // Both runs use some pinned memory for sampled tokens and losses.
     assert!(pinned[1] - pinned[0] > peaks[0] - peaks[1], "{pinned:?} pinned, {peaks:?} of the GPU");
     assert!(away[0]["time_offload_s"].as_f64().is_some_and(|s| s > 0.0), "{}", away[0]);
     assert!(here[0]["time_offload_s"].is_null(), "nothing was moved: {}", here[0]);
@@ -35,11 +35,11 @@ fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_me
     assert!(asked[0] > 0.0 && asked[1] == asked[2], "from the second step on the driver is asked for none: {asked:?}");
     let tokens: Vec<f64> = away.iter().map(|step| number(step, "tokens")).collect();
     assert!(tokens.iter().any(|n| *n != tokens[0]), "steps of one size prove little: {tokens:?}");
-    // What the run leaves goes on on the other side.
+    // The run resumes with offloading.
     well(&mut job(&format!("job.dir=here job.steps=3 {OFFLOAD}")));
     assert_same(at, "here", "away");
-    // What would fit with the state at the host goes there by itself: so less than that is refused, or all of it there
-    // already.
+    // State that fits only on the host is offloaded automatically. So less memory than that is rejected, or an explicit
+    // setting.
     for (offload, limit, said) in [
         ("mesh.offload=[]", peaks[0] / 3.0, "gradients and optimizer state need"),
         (OFFLOAD, peaks[1] * 0.98, " for optimizer state does not fit"),
@@ -54,7 +54,7 @@ fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_me
     if skip_on_a_real_gpu() {
         return;
     }
-    // What the plan counts with the state at the host, and half again; a sixteenth is the libraries'.
+    // One and a half times the planned memory with offloaded state. A sixteenth is reserved for libraries.
     let text = well(job("job.dir=tight job.steps=3").env("EMULATED_BYTES", (9 << 20).to_string()));
     assert!(text.contains(" optimizer state: "), "{text}");
     assert_same(at, "tight", "away");
@@ -82,7 +82,7 @@ fn ranks_that_share_a_gpu_divide_its_free_memory_and_each_gpu_is_described_once(
     let at = dir.path();
     let job = "run ppo.toml --dry-run mesh.arena_bytes_max=4000000000";
     let text = well(command(3, at, job).env("EMULATED_GPUS", "2"));
-    // Two GPUs of 1 GiB each, of which libraries keep a sixteenth.
+    // Two GPUs of 1 GiB each, of which a sixteenth is reserved for libraries.
     for row in [
         "ranks 0, 2: Emulated GPU, 1.0 GiB at 0000:3b:00.0, 480.0 MiB per rank",
         "rank 1: Emulated GPU, 1.0 GiB at 0000:af:00.0, 960.0 MiB per rank",
@@ -100,7 +100,7 @@ fn a_rank_uses_the_memory_that_nccl_leaves_and_only_a_rollout_checks_all_to_all(
         let line = format!("run --dry-run {job}.toml mesh.tensor=2 job.collectives=nccl job.check=true");
         let mut command = command(2, at, &line);
         let text = well(command.env("EMULATED_CALLS", &counts).env("EMULATED_NCCL_BYTES", "268435456"));
-        // Of 1 GiB the communicator took a quarter when it was first used; of the rest a sixteenth is kept.
+        // Of 1 GiB, the communicator used a quarter at its first call, and a sixteenth of the rest is reserved.
         assert!(text.contains(", 720.0 MiB per rank"), "{text}");
         calls(&counts, "0")["ncclSend"]
     };
@@ -128,8 +128,8 @@ fn resident_in_gpu(maps: &str) -> u64 {
     most
 }
 
-/// The most memory that a job had resident before it ended so, besides that of its emulated GPU; it is looked at all the
-/// while. It is asked to stop as soon as it listens.
+/// The peak resident memory of a job that ends with this exit code, without that of its emulated GPU. It is polled, and
+/// the job is stopped as soon as it handles the signal.
 fn resident(at: &Path, line: &str, ends: i32) -> u64 {
     let said = std::fs::File::create(at.join("said")).expect("a file");
     let mut child = command(1, at, line).stderr(said).spawn().expect("the binary starts");
@@ -159,7 +159,7 @@ fn a_gpu_checkpoint_is_written_through_a_few_host_buffers() {
     if skip_on_a_real_gpu() {
         return;
     }
-    // A save takes what a job has resident beyond the same job without one. The signal stops it before the first step.
+    // The memory of a save is the difference to the same job without one. The signal stops it before the first step.
     let dir = prepared(&with(CONFIG, &json!({"hidden_size": 1024, "intermediate_size": 4096})));
     let at = dir.path();
     let job = "run sft.toml data.eval_split=test data.split.by=ratio data.split.eval_ratio=0.1 eval.every_steps=1 job.dir=with";

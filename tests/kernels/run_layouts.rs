@@ -1,21 +1,21 @@
-//! Whole jobs in every layout of ranks, each with an emulated GPU, joined by the emulated NCCL or by MPI through the
-//! host: with the numbers of one rank, and of the CPU as near as bf16 allows.
+//! Whole jobs in every layout of ranks, each with an emulated GPU, over the emulated NCCL or MPI through the host. The
+//! metrics equal those of one rank, and those of the CPU up to bf16.
 
 use crate::jobs;
 use crate::jobs::{assert_near, assert_same, command, copied, emulated, flat, metrics, number, well};
 use serde_json::Value;
 use std::path::Path;
 
-/// Normed queries and keys, of which four query heads share two; a window in the second layer, and a vocabulary that no
-/// number of ranks divides. Weights large enough that attention shows in every number.
+/// Queries and keys with norms, four query heads for two key heads, a window in the second layer, and a vocabulary that
+/// no number of ranks divides. The weights are large enough that attention affects every metric.
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2,
  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
  "vocab_size": 265, "max_position_embeddings": 128, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "use_sliding_window": true, "sliding_window": 9, "max_window_layers": 1, "initializer_range": 0.2,
  "bos_token_id": 0, "eos_token_id": 1}"#;
 
-/// Log-probabilities of the rollout's kernels and of training's ring or cut matrices: other orders of sums, rounded to
-/// bf16 on the way.
+/// The gap between log-probabilities of the rollout's kernels and of training's ring or sharded matrices: the order of
+/// sums differs, with roundings to bf16 in between.
 const SAMPLER_GAP: f64 = 0.1;
 
 /// The metrics of a job on `ranks` ranks in a directory of its own, with further settings, and its messages.
@@ -28,15 +28,15 @@ fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> (Vec<Value>
 fn ppo_metrics_equal_one_ranks_in_every_layout_and_nccl_equals_the_host_bitwise() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    // With another seed, a sum in another order may draw another token.
+    // With another seed, another order of a sum may change a sampled token.
     let ppo =
         |ranks, name: &str, sets: &str| run(at, ranks, "ppo.toml", name, &format!("job.steps=1 job.seed=3 {sets}"));
     let (alone, said) = ppo(1, "alone", "");
     assert!(said.contains("CUDA graphs"), "{said}");
-    // Matrices that are cut are summed in another order, which draws other tokens.
+    // Sharded matrices are summed in another order, so other tokens are sampled.
     let (cut, _) = ppo(2, "cut", "mesh.tensor=2 rollout.tensor=2");
-    // Some: the rollout has a layout of its own, to which weights travel or not; what it drew is computed again where
-    // it is trained.
+    // In some cases the rollout has its own layout, to which weights are resharded or not. Training recomputes the
+    // log-probabilities of its samples.
     for (name, ranks, mesh, want, travels, through_host) in [
         ("kept", 2, "mesh.data=2 mesh.tensor=1 mesh.zero=2 rollout.tensor=2", &cut, Some(false), false),
         ("joined", 2, "mesh.tensor=2 mesh.data=1 rollout.tensor=1", &alone, Some(true), false),
@@ -66,12 +66,12 @@ fn ppo_metrics_equal_one_ranks_in_every_layout_and_nccl_equals_the_host_bitwise(
             assert_same(at, name, &by_mpi);
         }
     }
-    // Sampled on a GPU of its own, with a copy of the weights. The first step of a rollout that runs ahead is that of
-    // one in step.
+    // Sampled on its own GPU, with a copy of the weights. The first step of an async rollout equals that of a
+    // synchronous one.
     let placement = r#"mesh.placement=[{roles=["actor","critic","reference"],ranks="0..1"},{roles=["rollout","reward"],ranks="1..2"}]"#;
     ppo(2, "apart", &format!("job.collectives=nccl mesh.async_updates_max=1 {placement}"));
     assert_same(at, "apart", "alone");
-    // A response of one token is predicted on one rank alone: the other's head has no rows.
+    // A response of one token is on one rank only, so the other's head has no rows.
     let short = "rollout.response_tokens_max=1";
     let [alone, ring] = [(1, ""), (2, "mesh.sequence=2")]
         .map(|(ranks, mesh)| ppo(ranks, &format!("short-{ranks}"), &format!("{short} {mesh}")).0);
@@ -93,7 +93,7 @@ fn sft_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout() {
         let got = sft(4, name, mesh);
         assert_near(name, &got, &alone, &["loss", "grad_norm", "eval_loss"], (4e-3, 0.1));
         assert_near(name, &got, &cpu, &["loss", "grad_norm", "eval_loss"], (1e-2, 0.1));
-        // A token that is nearly the likeliest may be it on the other side.
+        // In a near tie, the other device may choose another token.
         assert_near(name, &got, &cpu, &["eval_accuracy"], (0.1, 0.1));
     }
 }
@@ -110,7 +110,7 @@ fn distillation_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout()
         run(at, ranks, "sft.toml", name, &format!("{distill} {evaluated} {sets}")).0
     };
     let keys = ["loss", "ce_mean", "kl_mean", "grad_norm", "eval_loss", "eval_kl_mean"];
-    // Of both directions of the divergence.
+    // Both directions of the divergence.
     let jsd = "distill.divergence=jsd distill.temperature=1.5";
     let [alone, cpu] =
         [("alone", ""), ("cpu", "job.device=cpu")].map(|(name, sets)| distill(1, name, &format!("{jsd} {sets}")));
@@ -123,7 +123,7 @@ fn distillation_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout()
 fn sharded_weights_and_a_fixed_gradient_order_change_no_bit() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    // A schedule that does not follow job.steps.
+    // A schedule that does not depend on job.steps.
     let fixed = "gradient.order=fixed gradient.chunks=4 mesh.tensor=1 optim.actor.schedule=constant \
                  optim.actor.warmup_ratio=0.0";
     let recomputed = "mesh.data=2 mesh.tensor=1 gradient.recompute=true job.steps=1";
@@ -133,12 +133,12 @@ fn sharded_weights_and_a_fixed_gradient_order_change_no_bit() {
         run(at, ranks, job, &gradients, &format!("{sets} mesh.zero=2"));
         assert_same(at, &divided, &gradients);
         for step in steps.iter().filter(|_| job == "ppo.toml") {
-            // Weights brought together draw what training computes.
+            // Gathered weights give the log-probabilities of training.
             assert_eq!(number(step, "logprob_gap_max"), 0.0, "{step}");
             assert!(number(step, "reshard_bytes") > 0.0 && number(step, "time_reshard_s") > 0.0, "{step}");
         }
     }
-    // Its first step on four ranks, its second one on two.
+    // The first step runs on four ranks, the second one on two.
     run(at, 1, "sft.toml", "alone", &format!("{fixed} job.steps=2"));
     run(at, 4, "sft.toml", "moved", &format!("{fixed} mesh.data=4 mesh.zero=1 job.steps=1"));
     run(at, 2, "sft.toml", "moved", &format!("{fixed} mesh.data=2 mesh.zero=0 job.steps=2"));
@@ -160,7 +160,7 @@ fn a_checkpoint_of_sharded_weights_resumes_on_the_cpu_and_in_another_layout() {
     for (ranks, dir, sets) in [(1, "cpu-on", "job.device=cpu"), (2, "cut-on", "mesh.data=1 mesh.tensor=2")] {
         assert_near(dir, &goes_on(ranks, dir, sets), &want, &["loss", "grad_norm"], (0.02, 0.02));
     }
-    // Export does not ask how its run was laid out: after no further step it is that of the run.
+    // The export does not depend on the layout: without another step it equals that of the run.
     copied(&at.join("four"), &at.join("more"));
     std::fs::remove_dir_all(at.join("more/export")).expect("an export");
     run(at, 1, "sft.toml", "more", "job.steps=2");
@@ -172,7 +172,7 @@ fn the_banner_shows_the_collective_backend_and_the_reason() {
     let Some(dir) = emulated(jobs::CONFIG) else { return };
     let (two, one) = (("EMULATED_GPUS", "2"), ("EMULATED_GPUS", "1"));
     let nowhere = ("RLHF_NCCL_LIB", "/nowhere/libnccl.so.2");
-    // On two ranks that share a GPU, or have one each and a library.
+    // Two ranks that share a GPU, or that have one each and NCCL.
     for (sets, env, runs, words) in [
         ("mesh.data=2", one, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
         ("mesh.tensor=2", two, true, "tensor: NCCL 2.21.5"),

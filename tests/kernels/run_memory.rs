@@ -4,7 +4,7 @@ use crate::jobs::{CONFIG, command, emulated, metrics, number, rlhf_hpc, well, wi
 use serde_json::json;
 use std::path::Path;
 
-/// Several units, of which two tensor ranks share heads.
+/// Several units, whose heads two tensor ranks share.
 fn config() -> String {
     let heads = json!({"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6, "vocab_size": 265});
     with(CONFIG, &heads)
@@ -45,7 +45,7 @@ fn planned_to_pin(text: &str) -> f64 {
     bytes_of(&text.lines().find_map(part).unwrap_or_else(|| panic!("{text}")))
 }
 
-/// Samples whose keys and values are the most of a job.
+/// Samples whose keys and values use most of a job's memory.
 const WIDE: &str =
     "rollout.prompts_per_step=2 rollout.samples_per_prompt=32 ppo.minibatch_samples=64 gradient.recompute=true";
 
@@ -81,7 +81,7 @@ fn the_planned_memory_of_jobs_is_right_within_two_percent() {
         (1, "ppo.toml", "job.gemm=exact gradient.recompute=true rollout.graphs=false".into()),
         (1, "ppo.toml", "job.gemm=cublaslt".into()),
         (1, "ppo.toml", format!("job.gemm=exact {fixed}")),
-        // One chunk alone, which is no sum; three, of which one waits for none.
+        // One chunk, which needs no sum; and three, one of which waits for no other.
         (1, "ppo.toml", "job.gemm=exact gradient.order=fixed gradient.chunks=1".into()),
         (1, "ppo.toml", "job.gemm=exact gradient.order=fixed gradient.chunks=3".into()),
         (1, "ppo.toml", "job.gemm=exact mesh.offload=[\"optimizer\",\"roles\"]".into()),
@@ -93,14 +93,14 @@ fn the_planned_memory_of_jobs_is_right_within_two_percent() {
         (2, "ppo.toml", "job.gemm=exact mesh.tensor=2 rollout.tensor=2".into()),
         (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero=3 rollout.tensor=2")),
         (4, "ppo.toml", "job.gemm=exact mesh.tensor=2 mesh.data=2 mesh.zero=3 rollout.tensor=4".into()),
-        // Roles with ranks of their own, of which the fullest counts.
+        // Roles with their own ranks: the rank with the most memory counts.
         (2, "ppo.toml", format!("job.gemm=exact {}", placement(1))),
         (3, "ppo.toml", format!("job.gemm=exact {} mesh.zero=3", placement(2))),
-        // A cache that the job bounds, and prompts of an evaluation that take more of it than a step's.
+        // A limited cache, of which the prompts of an evaluation use more than those of a step.
         (1, "ppo.toml", format!("job.gemm=exact {WIDE} rollout.kv_bytes_max=1000000")),
         (1, "ppo.toml", format!("job.gemm=exact {EVALUATES}")),
     ];
-    // Where the rollout takes the most of a GPU, decoding by graphs takes more.
+    // Decoding by graphs uses more memory, which counts if the rollout has the peak.
     jobs.extend([true, false].map(|graphs| (1, "ppo.toml", format!("job.gemm=exact {MANY} rollout.graphs={graphs}"))));
     jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero={zero}"))));
     let mut beyond = Vec::new();
@@ -143,9 +143,9 @@ fn the_memory_of_the_self_test_is_reported_and_freed() {
     );
 }
 
-/// Attention cuts rows of more than 4096 tokens into runs of keys, and keeps f32 rows of each head between them.
-/// Without that line the plan counts half: the reference, which no backward follows, has many heads, actor and critic
-/// have one.
+/// Attention splits rows of more than 4096 tokens into key segments, and keeps f32 rows of each head between them.
+/// Here they are about half of the planned memory: the reference, which has no backward, has many heads, actor and
+/// critic have one.
 #[test]
 fn rows_split_into_key_segments_use_the_planned_memory() {
     // A short window: few keys to compute.
@@ -160,7 +160,7 @@ fn rows_split_into_key_segments_use_the_planned_memory() {
     let at = dir.path();
     std::fs::write(at.join("reference.json"), of_heads(32)).expect("a file");
     rlhf_hpc(at, "init --config reference.json --tokenizer tokenizer --out reference");
-    // Capitals stand in none of the tokenizer's merges: a token each.
+    // The tokenizer's merges contain no capitals, so each is one token.
     let prompt: String = (0..4200).map(|i| char::from(b'A' + (i * i % 23) as u8)).collect();
     std::fs::write(at.join("rows.jsonl"), format!("{{\"prompt\": \"{prompt}\"}}\n")).expect("a file");
     let sets = "model.reference=reference data.prompt_tokens_max=5000 rollout.prompts_per_step=1 \
@@ -179,12 +179,12 @@ fn rows_split_into_key_segments_use_the_planned_memory() {
 fn an_automatic_rollout_tensor_size_is_the_plans_and_is_shown_in_the_banner() {
     let Some(dir) = emulated(&config()) else { return };
     let at = dir.path();
-    // Most of a step are steps of decoding, in each of which tensor ranks tell each other twice a layer.
+    // Decoding is most of a step, and tensor ranks communicate twice per layer and token.
     let named = "job.steps=1 mesh.tensor=2 mesh.data=1 mesh.zero=0 rollout.prompts_per_step=2 \
                  rollout.samples_per_prompt=1 ppo.minibatch_samples=2 rollout.response_tokens_max=64";
     let text = said(at, 2, "ppo.toml", &format!("{named} --dry-run"));
     assert!(text.lines().any(|line| line.contains("rollout") && line.contains("tensor 1, 2 in training")), "{text}");
-    // What the job names stays.
+    // An explicit value is kept.
     let text = said(at, 2, "ppo.toml", &format!("{named} rollout.tensor=2 --dry-run"));
     assert!(!text.contains(" in training"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! How a run starts on a GPU: its kernels are compared with the CPU, and what is `auto` becomes what is best.
+//! The start of a run on a GPU: the self-test of its kernels, and the choice of `auto` values.
 
 use crate::jobs::{self, CONFIG, binary, command, command_on, emulated, flat, launched, metrics, number, with};
 use crate::{emulation, skip};
@@ -7,14 +7,14 @@ use serde_json::json;
 use std::path::Path;
 use std::process::Output;
 
-/// The keys that `jobs` sets for other tests, as they are by default.
+/// The default values of the keys that `jobs` sets for other tests.
 const DEFAULTS: &str = "job.device=auto model.dtype=auto job.gemm=auto job.check=true";
 
 /// Kernels that leave zeros in a result (`emulation::SPOILS`): the hidden state, or a gradient, is wrong.
 pub const HIDDEN: &str = "attention_forward_64:1+:9";
 const GRADIENT: &str = "swiglu_backward:1+:3";
 
-/// Runs a job on a GPU or on none.
+/// Runs a job with or without a GPU.
 fn run(dir: &Path, gpu: bool, line: &str, env: &[(&str, &str)]) -> Output {
     let mut command = command_on(gpu, dir, &format!("run {line}"));
     command.envs(env.iter().copied()).output().expect("the binary starts")
@@ -55,10 +55,10 @@ fn a_gpu_whose_results_differ_is_rejected_with_the_first_quantity_that_differs()
         assert!(words.contains(what), "{spoils}: {words}");
         assert!(!at.join(format!("refused-{i}/metrics.jsonl")).exists(), "{spoils}: something was trained");
     }
-    // Without the self-test nobody sees it.
+    // Without the self-test it is not detected.
     let ill = [(emulation::SPOILS, GRADIENT)];
     ends(at, true, "sft.toml job.check=false job.steps=1 job.dir=unseen", &ill);
-    // A job that leaves the device open does not leave the GPU.
+    // An automatic device does not fall back to the CPU.
     let done = run(at, true, &format!("sft.toml job.dir=open {DEFAULTS}"), &ill);
     let words = flat(&done);
     let why =
@@ -97,13 +97,13 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     }
     ends(at, false, "sft.toml job.steps=2 job.device=cpu model.dtype=f32 job.dir=said", &[]);
     assert_eq!(losses(at, "cpu"), losses(at, "said"));
-    // What the GPU saved goes on without one, and says what is other.
+    // A GPU's checkpoint resumes on the CPU, which logs the changes.
     let words = ends(at, false, &format!("sft.toml job.steps=3 job.dir=gpu {DEFAULTS}"), &[]);
     for change in ["job.device = \"cpu\" (was \"gpu\")", "model.dtype = \"f32\" (was \"bf16\")"] {
         assert!(words.contains("resuming with changes: ") && words.contains(change), "{words}");
     }
     assert_eq!(metrics(at, "gpu").len(), 3);
-    // What no GPU holds.
+    // No GPU supports f32.
     for device in ["auto", "gpu"] {
         let done = run(at, true, &format!("sft.toml --dry-run job.device={device} model.dtype=f32"), &[]);
         let (words, why) = (
@@ -119,7 +119,7 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
 fn an_automatic_gemm_is_the_faster_one_and_is_kept_on_resume() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
-    // On a busy machine, the faster product is otherwise a matter of luck.
+    // On a busy machine, the measured order would otherwise be random.
     let (slow, fast) = ([("EMULATED_CUBLASLT_DELAY_MS", "100")], [("EMULATED_MATMUL_DELAY_MS", "5")]);
     let job = |steps, to: &str| format!("sft.toml sft.loss_on=all job.gemm=auto job.steps={steps} job.dir={to}");
     let words = ends(at, true, &job(2, "exact"), &slow);
@@ -128,7 +128,7 @@ fn an_automatic_gemm_is_the_faster_one_and_is_kept_on_resume() {
     let words = ends(at, true, &job(2, "fast"), &fast);
     assert!(words.contains("gemm cublaslt: GEMMs of more than 64 rows by cuBLASLt 12.8.3"), "{words}");
     assert!(words.contains(" measured two GEMMs, for all passes of 128 tokens in a step: "), "{words}");
-    // A resume goes on with what the run began with, whatever it would measure now.
+    // A resume keeps the initial choice, even if it would now measure otherwise.
     let words = ends(at, true, &job(3, "exact"), &[]);
     assert!(
         words.contains(
@@ -140,7 +140,7 @@ fn an_automatic_gemm_is_the_faster_one_and_is_kept_on_resume() {
     assert!(words.contains("gemm cublaslt, as at the start of the run: GEMMs of more than 64 rows"), "{words}");
     assert!(resolved(at, "exact").contains("gemm = \"exact\""));
     assert!(resolved(at, "fast").contains("gemm = \"cublaslt\""));
-    // Bit for bit, as if it had been said.
+    // Bit-identical to an explicit value.
     let said = "sft.toml sft.loss_on=all job.gemm=exact job.steps=3 job.dir=said";
     ends(at, true, said, &[]);
     assert_eq!(losses(at, "exact"), losses(at, "said"));
@@ -182,7 +182,7 @@ fn a_rank_with_a_faulty_or_missing_gpu_is_named_and_ends_all_ranks() {
     }
 }
 
-/// Families and shapes that models come in.
+/// Families and shapes of models.
 #[test]
 fn models_of_all_families_pass_the_self_test_with_both_gemms() {
     let Some(dir) = emulated(CONFIG) else { return };
@@ -209,7 +209,7 @@ fn models_of_all_families_pass_the_self_test_with_both_gemms() {
     }
 }
 
-/// Under a driver that takes no cubins of the binary, and with an NVRTC whose calls are counted.
+/// Uses a driver that rejects the cubins of the binary, and an NVRTC that counts its calls.
 #[test]
 fn the_first_rank_of_a_host_compiles_for_all_and_its_error_ends_all() {
     if CUBINS.is_empty() || CUBINS.iter().any(|cubin| cubin.bytes[8] < 8) {
@@ -225,7 +225,7 @@ fn the_first_rank_of_a_host_compiles_for_all_and_its_error_ends_all() {
         command.env("XDG_CACHE_HOME", cache).env("TMPDIR", at).env("EMULATED_FAILS", fails).output().expect("it starts")
     };
     let compiled = |rank| jobs::calls(&calls, rank).get("nvrtcCompileProgram").copied().unwrap_or(0);
-    // A cache that cannot be written, as a home may be on compute nodes, gives way to a directory of temporary files.
+    // If the cache cannot be written, like some home directories on compute nodes, a temporary directory is used.
     for (name, cache) in [("home", &*cache), ("no-home", Path::new("/proc/none"))] {
         let done = run(name, cache, "cuInit:99:1");
         assert!(done.status.success(), "{}", flat(&done));

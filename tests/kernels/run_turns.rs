@@ -1,4 +1,4 @@
-//! Jobs on GPUs whose answers nobody has written down before: turns of an environment, and evaluations alone.
+//! Jobs on GPUs without training on fixed responses: turns of an environment, and evaluation jobs.
 
 use crate::jobs::{CONFIG, assert_near, assert_same, command, emulated, metrics, number, well};
 use rlhf_hpc::metrics::eval_rows;

@@ -1,4 +1,4 @@
-//! The verbs that ask a model on the GPU: what they answer is what they answer on the CPU.
+//! The verbs that use a model: the GPU gives the same output as the CPU.
 
 use crate::jobs::{command, output_text, prepare, with};
 use crate::run_start::HIDDEN;
@@ -16,14 +16,13 @@ use std::path::Path;
 use std::process::Output;
 use std::sync::Arc;
 
-/// Weights spread so far that no two tokens are nearly as likely at every place, as with weights that have learned
-/// nothing.
+/// Weights with a large std, so that the distributions are not flat, unlike those of untrained weights.
 const CONFIG: &str = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
  "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
  "vocab_size": 264, "max_position_embeddings": 160, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
  "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 1}"#;
 
-/// The error of a log-probability that bf16 explains, in nats (the largest of a thousand was 0.082).
+/// The largest error of a log-probability due to bf16, in nats (measured: 0.082 in a thousand).
 const NATS: f64 = 0.12;
 
 /// A verb on the model `model` and the rows of `input`, on an emulated GPU.
@@ -38,7 +37,7 @@ fn lines(done: &Output) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect()
 }
 
-/// The answers of a verb on the GPU, without a self-test before, and on the CPU.
+/// The output of a verb on the GPU, without the self-test, and on the CPU.
 fn both(at: &Path, name: &str, model: &str, input: &str, more: &str) -> [Vec<Value>; 2] {
     let on = |device: &str| verb(at, name, model, input, &format!("{more} --device {device}"));
     let (gpu, cpu) = (on("gpu --no-check"), on("cpu"));
@@ -67,7 +66,7 @@ fn write(at: &Path, name: &str, rows: &[Vec<u32>]) {
     std::fs::write(at.join(name), text).expect("a file");
 }
 
-/// The lengths of most tests: within a page, past one, and past the tokens that are read together with others.
+/// The lengths of most tests: within a page, beyond one, and beyond the size of a prefill chunk.
 const LENGTHS: [usize; 7] = [5, 40, 1, 130, 17, 64, 33];
 
 /// A directory with a model, its tokenizer and rows.
@@ -89,7 +88,7 @@ fn the_bench_measures_every_kernel_that_it_names() {
     assert!(lines.iter().all(|line| line["seconds"].as_f64().is_some_and(|s| s > 0.0)));
     let recorded = std::fs::read_to_string(dir.path().join("record")).expect("the record");
     assert_eq!(recorded, String::from_utf8_lossy(&done.stdout));
-    // Kernels that have to reach something; newer GPUs than those of sm_80 are held against PyTorch.
+    // Kernels with a target. On GPUs newer than sm_80 the target is relative to PyTorch.
     let verdicts: Vec<&str> =
         lines.iter().filter_map(|line| line["verdict"].as_str()).filter(|said| !said.is_empty()).collect();
     let is_said = |verdict: &&str| verdict.ends_with("too small to judge") || verdict.starts_with("target PyTorch's");
@@ -100,12 +99,12 @@ fn the_bench_measures_every_kernel_that_it_names() {
 fn first_samples_and_likeliest_tokens_equal_the_cpus_except_for_near_ties() {
     let dir = prepared();
     let at = dir.path();
-    // Later tokens are drawn behind other tokens.
+    // Only the first token is compared: later ones depend on it.
     let options = "--max-new-tokens 1 --samples 2 --ignore-eos --seed 5";
     let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", options);
     let alike = gpu.iter().zip(&cpu).filter(|(a, b)| a["tokens"] == b["tokens"]).count();
     assert!(gpu.len() == 2 * LENGTHS.len() && alike * 3 > gpu.len() * 2, "{alike} of {} are alike", gpu.len());
-    // A temperature of 0 takes the likeliest: where another is, both are nearly as likely.
+    // A temperature of 0 selects the likeliest token. If the tokens differ, it is a near tie.
     let [gpu, cpu] = both(at, "generate", "model", "rows.jsonl", "--max-new-tokens 8 --temperature 0 --ignore-eos");
     for (a, b) in gpu.iter().zip(&cpu) {
         let (x, y) = (ids(&a["tokens"]), ids(&b["tokens"]));
@@ -141,7 +140,7 @@ fn log_probabilities_of_generated_rows_equal_those_of_generate_bitwise() {
 fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_rows() {
     let dir = prepared();
     let at = dir.path();
-    // Batches of the same tokens again and again: the first row stands alone.
+    // Repeated batches of the same rows; the first row is alone in its batch.
     let lengths = [70, 1, 30, 17, 48, 5, 5, 38, 60, 9].repeat(4);
     write(at, "many.jsonl", &rows(&lengths));
     write(at, "few.jsonl", &rows(&lengths[..10]));
@@ -149,7 +148,7 @@ fn a_score_has_the_same_bits_in_every_batch_and_memory_does_not_grow_with_the_ro
         let more = format!("--device gpu --no-check --batch-tokens {tokens}");
         verb(at, "logprobs", "model", input, &more)
     };
-    // Rows that are longer than that, too.
+    // Also with rows that are longer than a batch.
     let (few, many) = (run("few.jsonl", "48"), run("many.jsonl", "48"));
     let memory = |done: &Output| {
         let said = output_text(done);
@@ -213,7 +212,7 @@ fn a_gpu_whose_results_differ_gives_no_answers() {
         assert!(said.contains("--no-check") && said.contains("--device cpu") && !said.contains("job."), "{said}");
         assert!(done.stdout.is_empty(), "a wrong GPU answers");
     }
-    // Without the comparison nobody sees it.
+    // Without the self-test it is not detected.
     let right = verb(at, "logprobs", "model", "rows.jsonl", "");
     assert_ne!(lines(&run("logprobs", "--no-check")), lines(&right));
 }
@@ -227,7 +226,7 @@ fn a_model_without_kernels_is_rejected_with_the_supported_shapes_and_runs_on_the
     let run = |more: &str| verb(at, "logprobs", "model", "rows.jsonl", more);
     let known = "the head dim must be one of 32, 64, 80, 96, 128, 256";
     assert_eq!(lines(&run("--device cpu")).len(), 2);
-    // Weights in f32 are the CPU's alone.
+    // Only the CPU has f32 weights.
     for (options, why) in [
         ("--device gpu", format!("error: {known} with --device gpu (got 48)")),
         ("", format!("error: {known} on a GPU (got 48)")),
@@ -255,7 +254,7 @@ fn an_engine_uses_at_most_the_memory_that_weights_and_cache_leave() {
         .collect();
     let stop = Arc::new(Stop::default());
     let requests = rollout::requests(&prompts, &config, &stop, arch.context).expect("requests");
-    // The cache is as large as it may be: one that could be larger would take what is left.
+    // The cache has its largest size: otherwise it would use the remaining memory.
     let cache = 40 * transformer.kv_page_bytes(DType::Bf16) as u64;
     let mut engine = Engine::new(&config, 0);
     engine.allow(cache);

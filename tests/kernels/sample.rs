@@ -46,7 +46,7 @@ fn check(logits: &[f32], v: usize, rows: &[SampleRow]) {
             [-BORDER, BORDER].map(|off| SampleRow { uniform: (row.uniform + off).clamp(0.0, 0.999_999), ..*row });
         assert!(beside.iter().any(|row| on_cpu(logits, v, &[*row])[0].token == got.token), "{what}");
     }
-    // Same exponentials, same order: borders are met less often than a row in a hundred.
+    // The exponentials and their order are the same, so less than one row in a hundred is at a boundary.
     assert!(parted <= rows.len() / 100, "{parted} of {} rows sampled another token than on the CPU", rows.len());
 }
 
@@ -114,7 +114,7 @@ fn filters_keep_the_lowest_tokens_of_equal_probabilities() {
     let (v, count) = (3000, 24);
     let lists = lists(count, v);
     for values in [1.0f32, 3.0, 40.0] {
-        // As many values as that, so that many tokens are alike.
+        // Few distinct values, so that many tokens have equal logits.
         let logits: Vec<f32> = numbers(8, count * v).iter().map(|x| (x * values / 2.0).round() * 0.75).collect();
         let with = |i| SampleParams { temperature: 1.0, top_k: [0, 700, 10][i % 3], ..params(5 * i + 3) };
         let rows = rows(&lists, &numbers(3, count), with);
@@ -148,7 +148,7 @@ fn the_recorded_logprob_equals_the_scorers_bitwise() {
     let lists = lists(count, v);
     let rows = rows(&lists, &numbers(1, count), |i| SampleParams { temperature: 0.7, ..params(i) });
     let memory = Memory::from_values(&logits(2, count * stride, 8.0));
-    // Parts of several spans of 2048: a span's sums lie where those of the part before did.
+    // Shards of several spans of 2048: the sums of a span reuse the memory of the previous shard's.
     for ends in [&[5001][..], &[1999, 4096, 5001], &[2100, 4300, 5001]] {
         let on_host: Vec<i32> = ends.iter().map(|end| *end as i32).collect();
         let drawn = on_gpu(memory.view(DType::F32), stride, v, &on_host, &rows);

@@ -12,7 +12,7 @@ use rlhf_hpc::model::{Head, export, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 
-/// The f32 weights, parameter by parameter and row by row, however they lie on the device.
+/// The f32 weights, parameter by parameter and row by row, independent of the device's layout.
 fn master(learner: &Learner) -> Vec<f32> {
     let flat: Vec<f32> =
         learner.stretches(Vector::Master).into_iter().flat_map(|(_, values)| values.to_host()).collect();

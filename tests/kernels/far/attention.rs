@@ -1,4 +1,4 @@
-//! Attention whose rows, keys and pages lie far.
+//! Attention with far rows, keys and pages.
 
 use super::{Pair, Wide, has_room, only, small};
 use crate::device;
@@ -28,7 +28,7 @@ fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], 
     let [k, v, dk, dv] = of_keys;
     let [q, k, v, d_o] = [q, k, v, d_o].map(|x| x.view(Bf16));
     attention::forward(q, k, v, &table, false, o.view_mut(Bf16), lse.view_mut(F32));
-    // A run of keys is a matter of forward alone.
+    // Only forward has key segments.
     if window.is_some() {
         return;
     }
@@ -37,8 +37,7 @@ fn attend(of_rows: &mut [Memory; 6], of_keys: &mut [Memory; 4], spans: &[Span], 
     only(&blocks, || attention_backward::delta(o.view(Bf16), d_o, &shape(window), delta.view_mut(F32)));
     let statistics = [lse.view(F32), delta.view(F32), d_o];
     let to = [dk.view_mut(Bf16), dv.view_mut(Bf16)];
-    // Blocks take their work by number, and begin with the keys that are seen; the others, of which there are far more,
-    // would all be set to 0.
+    // Blocks with visible keys come first. The gradients of all other keys would be set to 0, which takes much longer.
     let tiles: usize = spans.iter().map(|span| shape(window).kv_heads * span.keys.div_ceil(128)).sum();
     let blocks: Vec<usize> = (0..tiles).collect();
     only(&blocks, || {
@@ -105,7 +104,7 @@ fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u1
     found
 }
 
-/// The first sequence sees keys of two runs.
+/// The first sequence attends to keys of two segments.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_pages_are_written_copied_and_attended_to() {

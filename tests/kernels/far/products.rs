@@ -1,4 +1,4 @@
-//! Products of far rows, and with far weights.
+//! GEMMs of far rows, and with far weights.
 
 use super::{Pair, get, has_room, holds, only, small};
 use crate::matmul::{TILES, supported};
@@ -11,7 +11,7 @@ use rlhf_hpc::ops::glu::Activation;
 /// Values from row to row, and rows beyond all bounds: those of a small product are a part of each.
 const STRIDE: usize = 8192;
 const ROWS: usize = (1 << 32) / STRIDE + 8;
-/// The distance of the lines of a chain, which a test can only walk as a whole.
+/// The distance between the rows of a sum. A test can only compute the whole sum.
 const APART: usize = 1 << 24;
 const LINES: usize = (1 << 32) / APART + 48;
 
@@ -64,7 +64,7 @@ fn gemms_of_far_rows_equal_those_of_near_rows() {
     }
 }
 
-/// Shapes like a head's with many tokens: a block is a tile of columns.
+/// Shapes of a head with many tokens: a block is a tile of columns.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn gemms_with_far_weights_equal_those_with_near_weights() {
@@ -139,7 +139,7 @@ fn lines(seed: u32, width: usize) -> (Memory, Memory) {
     (far, Memory::from_values(&values))
 }
 
-/// The end of a chain is beyond all bounds.
+/// The end of the sum is beyond all bounds.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn sums_over_far_lines_equal_those_over_near_lines() {
@@ -154,7 +154,7 @@ fn sums_over_far_lines_equal_those_over_near_lines() {
             let [mut db, mut dw, mut dx] = [4 * n, 4 * n * n, 2 * 40 * n].map(Memory::zeros);
             matmul::backward_bias(dy, db.view_mut(F32));
             matmul::backward_weight(Way::Exact(size), dy, x, MatrixMut::new(dw.view_mut(F32), n, n));
-            // Of the products with W, dx is a chain over its rows.
+            // Among the GEMMs with W, only dx is a sum over its rows.
             let (short, to) = (small(5, 40 * LINES), MatrixMut::new(dx.view_mut(Bf16), 40, n));
             matmul::backward_input(Way::Exact(size), Matrix::new(short.view(Bf16), 40, LINES), x, to, false);
             (db.read::<u32>(n), dw.read::<u32>(n * n), dx.read::<u16>(40 * n))

@@ -38,14 +38,14 @@ fn far_values_are_added_cast_and_gated() {
     });
 }
 
-/// Two parts with other decays meet at a bound.
+/// Two parts with different decays meet at a bound.
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are_summed() {
     let update = Update { lr: 3e-3, beta1: 0.9, beta2: 0.95, eps: 1e-8, bias1: 0.19, bias2: 0.1, grad_scale: 0.7 };
     flat("adamw", [F32, F32, F32, F32, Bf16], |[p, g, m, v, w]| {
         let len = p.bytes() / 4;
-        // Of the small tensors, the blocks before the bound are all before it but the last five.
+        // In a small tensor, the decay changes before its last blocks, which are those beyond the bound.
         let end = if len == VALUES { BOUNDS[1] } else { len.div_ceil(EACH).saturating_sub(4) * EACH };
         let decays = Decays::from_parts(&[(end, 0.1), (len, 0.7)]);
         let [p, m, v] = [p, m, v].map(|x| x.view_mut(F32));
@@ -68,7 +68,7 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_groups_are_normalised_forward_and_backward() {
-    // (values of a group, groups, groups of a block); the last has as many heads as have 2^32 threads.
+    // (values of a group, groups, groups of a block). The second case has more than 2^32 values.
     let heads = (1 << 32) / HEAD + 37;
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
         holds("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
@@ -76,7 +76,7 @@ fn far_groups_are_normalised_forward_and_backward() {
             rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
         });
     }
-    // Few groups a block, as no op cuts so many: else a block would walk thousands.
+    // Few groups per block, otherwise a block would process thousands.
     for (kernel, n, groups, each) in [
         ("rmsnorm_backward_2", WIDTH, ROWS, 8),
         ("rmsnorm_backward_4", 2 * WIDTH, ROWS / 2 + 3, 8),
@@ -131,7 +131,7 @@ fn the_value_head_reads_far_rows_forward_and_backward() {
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_rows_are_gathered_and_scattered() {
-    // Four blocks have a row.
+    // Each row has four blocks.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
     let all = |rows: Rows| Memory::from_values(&(0..rows.len as u32).collect::<Vec<_>>());
     holds_of("gather", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
@@ -140,7 +140,7 @@ fn far_rows_are_gathered_and_scattered() {
     holds_of("embedding", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
         embedding::forward(&all(rows), 0, from.view(Bf16), WIDTH, to.view_mut(Bf16));
     });
-    // Rows that nobody looks at belong to a token of another part: the lists have few, and all of their blocks run.
+    // Rows that are not checked have a token of another rank: the lists are short, and all their blocks run.
     holds("sums of rows", [(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |[dy, dw, sums], rows| {
         let is_met = |row: usize| !rows.is_far || rows.met.binary_search(&row).is_ok();
         let keys: Vec<u32> = (0..rows.len).map(|row| if is_met(row) { row as u32 } else { u32::MAX }).collect();

@@ -1,4 +1,4 @@
-//! Sequences in a cache whose pages lie anywhere, and what attention should give.
+//! Sequences in a cache with scattered pages, and the expected results of attention.
 
 use crate::attention_reference::{self, Case, ends, gathered};
 use crate::bf16;
@@ -14,7 +14,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
     AttentionShape { scale, ..attention_reference::shape(heads, kv_heads, head_dim, window) }
 }
 
-/// (past, tokens) of each sequence, and the pages where it lies.
+/// (past, tokens) of each sequence, and its pages.
 fn sequences<'a>(chunks: &[(usize, usize)], tables: &'a [Vec<u32>]) -> Vec<PagedSequence<'a>> {
     let of = |(&(past, tokens), blocks): (&(usize, usize), &'a Vec<u32>)| PagedSequence { past, tokens, blocks };
     chunks.iter().zip(tables).map(of).collect()
@@ -43,7 +43,7 @@ impl Batch {
         Self { case: Case::new(ends[lengths.len()], *shape), ends }
     }
 
-    /// Pages of each sequence, dealt backwards and in turns.
+    /// Pages of each sequence, assigned round-robin in descending order.
     fn tables(&self) -> (usize, Vec<Vec<u32>>) {
         let needed: Vec<usize> = self.ends.windows(2).map(|ends| (ends[1] - ends[0]).div_ceil(PAGE)).collect();
         let pages = needed.iter().sum::<usize>() + 1;
@@ -91,7 +91,7 @@ impl Batch {
         o.view(DType::Bf16).to_f32()
     }
 
-    /// The same as training computes it, without a cache, held to the CPU.
+    /// The same as computed in training, without a cache, which is compared with the CPU.
     pub fn trained(&self, chunks: &[(usize, usize)]) -> Vec<f32> {
         let span = |(&(past, tokens), &first): (&(usize, usize), &usize)| Span {
             row: first + past,

@@ -1,9 +1,9 @@
-//! Rows that see several runs of keys, at whose ends every kernel cuts them: the same bits from all.
+//! Rows with several key segments: all kernels split the keys at the same bounds, and have the same bits.
 
 use super::batch::{Batch, shape};
 use crate::{device, in_every_order};
 
-/// Keys of a run, as the kernels have them.
+/// Keys of a segment in the kernels.
 const RUN: usize = 4096;
 
 /// The last `rows` tokens by training and by prefill and, the last alone, by both ways of decoding.
@@ -24,7 +24,7 @@ fn rows_with_several_key_segments_have_the_same_bits_from_every_kernel() {
         (128, 4, 1, None, RUN + 65),
         (256, 2, 1, Some(RUN - 1), RUN + 100),
     ] {
-        // The first of these rows see one run only.
+        // The first of these rows see one segment only.
         agree(&Batch::new(&shape(heads, kv_heads, head_dim, window), &[len]), 12);
     }
 }
