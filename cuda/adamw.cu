@@ -1,7 +1,7 @@
 // AdamW with decoupled weight decay (arXiv:1711.05101) over flat runs.
 #include "eight.cuh"
 
-// The part that holds element `at`: the first whose end lies beyond it.
+// The part of element `at`: the first part whose end is beyond it.
 DEVICE u32 part_of(const u64* ends, u32 parts, u64 at) {
     u32 low = 0, high = parts - 1;
     while (low < high) {
@@ -20,8 +20,8 @@ DEVICE u32 part_of(const u64* ends, u32 parts, u64 at) {
 KERNEL __launch_bounds__(256) adamw_step(float* p, const float* g, float* m, float* v, bf16* w, u64 len, const u64* ends,
                                          const float* decays, u32 parts, float lr, float grad_scale, float beta1,
                                          float beta2, float step_size, float inverse_sqrt_bias2, float eps) {
-    // A warp has 256 neighbours, of which each thread takes four and, 128 further, four more: what its lanes read at once lies
-    // side by side.
+    // A warp has 256 neighbouring values. Each thread has four of them, and the four that are 128 further, so that the
+    // lanes read contiguous memory at once.
     const u64 first = flat_eight() / (8 * WARP) * (8 * WARP) + 4 * lane_id();
     if (first >= len) return;
     bool aligned = is_aligned(p) && is_aligned(g) && is_aligned(m) && is_aligned(v) && is_aligned(w);
@@ -43,7 +43,7 @@ KERNEL __launch_bounds__(256) adamw_step(float* p, const float* g, float* m, flo
         const u64 at = first + h * 4 * WARP;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // A part may end before or within the four; none holds what lies beyond the last.
+            // A part may end before or within the four. Values beyond the last part belong to none.
             while (at + i >= end && part + 1 < parts) {
                 end = ends[++part];
                 decay = lr * decays[part];

@@ -2,11 +2,12 @@
 #include "attention.cuh"
 #include "key_segments.cuh"
 
-// The form of o: bf16, f32, or f32 merged with the result that (o, lse) hold over other keys.
+// The form of o: bf16, f32, or f32 merged with the result over other keys that is in (o, lse).
 #define ROUND 0
 #define MERGE 2
 
-// Scores that row r of the warp's tile does not see become -inf; s are those of keys from `key` on, `half` the row's part.
+// Sets masked scores of row r of the warp's tile to -inf; s has the scores of keys from `key` on, `half` the row's
+// part.
 template <int N> DEVICE void hide(float (&s)[N][4], int half, i32 r, const Tile& tile, i32 window, i32 key) {
     const i32 first = tile.past + r + 1 - window, at = key + lane_id() % 4 * 2 - first;
     // One comparison for both ends.
@@ -19,9 +20,9 @@ template <int N> DEVICE void hide(float (&s)[N][4], int half, i32 r, const Tile&
         }
 }
 
-// Scores of keys from `key` on to probabilities, relative to each row's largest score so far; with `hides`, some row does not
-// see all of them. `sums` are those of the lane's own columns; `decay` is what the sums before are worth now: exactly 1 where
-// no score of this block is larger, so that blocks of which a row sees nothing may be left out.
+// Turns scores of keys from `key` on into probabilities, relative to each row's largest score so far; with `hides`,
+// some scores are masked. `sums` covers the lane's own columns. `decay` rescales the earlier sums: it is exactly 1 if
+// no score of this block is larger, so that fully masked blocks may be skipped.
 template <int M, int N>
 DEVICE void softmax(float (&s)[M][N][4], float (&largest)[M][2], float (&sums)[M][2], float (&decay)[M][2], float to_log2,
                     bool hides, const Tile& tile, i32 window, i32 key) {
@@ -35,7 +36,7 @@ DEVICE void softmax(float (&s)[M][N][4], float (&largest)[M][2], float (&sums)[M
 #pragma unroll
             for (int n = 0; n < N; n++) top[m][h] = fmaxf(top[m][h], fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         }
-    // Apart, so that the rows' shuffles and powers do not wait for each other.
+    // Separate loops, so that the rows' shuffles and powers do not wait for each other.
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -56,8 +57,8 @@ DEVICE void softmax(float (&s)[M][N][4], float (&largest)[M][2], float (&sums)[M
         }
 }
 
-// o = o / sum and lse; merged, where that is asked for, by l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
-// `by` becomes the factor of the warp's rows, `held` the factor of the values in o.
+// o = o / sum and lse; if merged, l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1. Sets `by` to the factor
+// of the warp's rows, and `held` to the factor of the values in o.
 template <int M>
 DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], float (&by)[M][2], float (&held)[M][2],
                    float scale, float* lse, i32 heads, i32 rows, bool merge) {
@@ -74,7 +75,7 @@ DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], floa
             by[m][h] = sum > 0.0f ? 1.0f / sum : 0.0f;
             held[m][h] = 0.0f;
             if (merge) {
-                // From the lane that will write, so that no lane reads what is written already.
+                // Read by the lane that will write, so that no lane reads a new value.
                 float old = shuffle(lane % 4 == 0 && r < rows ? lse[(i64)r * heads] : -infinity(), lane / 4 * 4);
                 if (old > -infinity()) {
                     float top = fmaxf(old, all), both = top + logf(expf(old - top) + expf(all - top));
@@ -87,7 +88,8 @@ DEVICE void finish(const float (&largest)[M][2], const float (&sums)[M][2], floa
         }
 }
 
-// Whether the warp's rows are done when they are joined to the runs before, which lie at `held`; else they lie there, too.
+// Combines the warp's rows with the earlier key segments at `held`. Returns whether they are finished; otherwise they
+// are stored there.
 template <int E, int M>
 DEVICE bool end_run(float (&out)[M][E / 8][4], float (&largest)[M][2], float (&sums)[M][2], const Tile& tile, i32 window,
                     i32 from, i32 to, float* held, i32 heads, float to_log2) {
@@ -111,8 +113,9 @@ DEVICE bool end_run(float (&out)[M][E / 8][4], float (&largest)[M][2], float (&s
     return is_last;
 }
 
-// Each warp takes 16 M rows of the tile, all walk the keys in blocks of 8 N, aligned to the first key of the span, ascending.
-// While scores are computed the values are copied, then the next keys. Only keys of the run `from` .. `to` are used.
+// Each warp has 16 M rows of the tile. All warps process the keys in ascending blocks of 8 N, aligned to the first key
+// of the span. Values are copied while scores are computed, then the next keys. Only keys of the segment `from` .. `to`
+// are used.
 template <int E, int M, int N>
 DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* tiles, i32 first, i32 heads, i32 group,
                     i32 window, float scale, void* o, float* lse, i32 form, i32 from, i32 to, float* before) {
@@ -132,7 +135,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
     copy_rows<E, KEYS>(k_tile, k + (i64)key * k_stride, k_stride, tile.keys - key);
     copy_commit();
 
-    // From here on the tile is that of the warp.
+    // From here on, `tile` describes the warp's own rows.
     tile = of_warp(tile, base, 16 * M);
     q_tile += base * STRIDE;
     float out[M][E / 8][4], largest[M][2], sums[M][2], by[M][2], held[M][2];
@@ -183,14 +186,15 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
         float scale, void *o, float *lse, i32 form, i32 from, i32 to, float *before
 #define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, o, lse, form, from, to, before
 
-// attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j that t sees; lse = ln sum_j exp(scale q.k)
+// attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the visible keys j of t; lse = ln sum_j exp(scale q.k)
 // q (T, heads E), k, v (T', heads / group E) bf16; o (T, heads E) bf16 (form 0) or f32 (1; 2: merged); lse (T, heads) f32;
 // tiles from `first` on: rows of q (128, of head dim 256: 64) and their keys, heaviest first
-// of the run of keys from .. to (key_segments.cuh): where tiles see several, a launch for each run, ascending, and between them the rows
-// lie in `before` (T, heads, E + 8) f32: columns, maximum, sum; unread where no tile sees keys of two runs
+// of the key segment from .. to (key_segments.cuh): if tiles have several segments, there is one launch for each,
+// ascending. Between launches, rows are in `before` (T, heads, E + 8) f32: columns, maximum, sum; unread if no tile has
+// two segments
 // grid tiles x heads (heads of a tile side by side: those of a group share keys in the cache), block 128; shared memory
 // (rows + 2 keys of a block) (E + 8) bf16, two blocks of threads a multiprocessor; needs 16-byte alignment
-// roofline 4 E flops for each pair of a row and a key that it sees
+// roofline 4 E flops for each pair of a row and a visible key
 KERNEL __launch_bounds__(128, 2) attention_forward_32(PARAMETERS) { forward<32, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_64(PARAMETERS) { forward<64, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_80(PARAMETERS) { forward<80, 2, 8>(ARGUMENTS); }

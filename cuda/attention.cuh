@@ -1,17 +1,17 @@
 // Code that forward and backward attention share: the rows and keys of a block, tiles of rows in shared memory,
-// products of such tiles, and the way of accumulators back to memory.
+// GEMMs of such tiles, and the writing of accumulators to memory.
 //
-// Warps hold rows of their own in registers (16 M of them) and walk tiles that all warps of the block read.
-// In shared memory the rows of a tile lie E + 8 values apart: an odd number of 16 bytes, so that the eight rows which
-// ldmatrix reads at one column lie in different banks.
+// Each warp has its own 16 M rows in registers, and loops over tiles that all warps of the block read.
+// In shared memory, the rows of a tile are E + 8 values apart: an odd number of 16 bytes, so that the eight rows that
+// ldmatrix reads at one column are in different banks.
 #pragma once
 #include "common.cuh"
 
 #define ATTENTION_THREADS 128
-// Below every score, and finite, so that the lowest less the lowest is 0.
+// Below every score, and finite, so that LOWEST - LOWEST is 0.
 #define LOWEST -1.0e30f
 
-// Rows of q and keys that they may see, cut from a span. Positions count from the first key, that of the first row is `past`.
+// Rows of q and their keys, a part of a span. Positions count from the first key. The first row's position is `past`.
 struct Tile {
     i32 row, rows, past, key_row, keys;
 };
@@ -23,11 +23,11 @@ struct alignas(8) Two {
 DEVICE i32 least(i32 a, i32 b) { return a < b ? a : b; }
 DEVICE i32 most(i32 a, i32 b) { return a > b ? a : b; }
 
-// The keys that row r sees: from the first to before the end.
+// The visible keys of row r: the first, and the end.
 DEVICE i32 first_key(const Tile& tile, i32 window, i32 r) { return most(0, tile.past + r + 1 - window); }
 DEVICE i32 end_key(const Tile& tile, i32 r) { return least(tile.keys, tile.past + r + 1); }
 
-// The rows of a tile from `base` on, at most `rows`; none (or fewer) where it has no such.
+// The rows of a tile from `base` on, at most `rows`; fewer or none at its end.
 DEVICE Tile of_warp(Tile tile, i32 base, i32 rows) {
     tile.row += base, tile.past += base;
     tile.rows = least(tile.rows - base, rows);
@@ -43,8 +43,8 @@ template <int E> struct Layout {
     static constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32;
 };
 
-// Starts the copy of ROWS rows of E values, `stride` apart, of which `count` are there; the others become 0. Their addresses
-// are formed, but a copy that is not valid reads nothing: the pipeline of copies spares the selection.
+// Starts the copy of ROWS rows of E values, `stride` apart. Only `count` rows exist; the others become 0. Their
+// addresses are computed, but an invalid copy reads nothing.
 template <int E, int ROWS, int THREADS = ATTENTION_THREADS>
 DEVICE void copy_rows(bf16* to, const bf16* from, i32 stride, i32 count) {
     using L = Layout<E>;
@@ -110,7 +110,7 @@ template <int E, int M, int K> DEVICE void accumulate(float (&o)[M][E / 8][4], c
     }
 }
 
-// Accumulators (16, 8 N) as the left side of a product: two neighbours make 16 columns.
+// Accumulators (16, 8 N) as the left operand of a GEMM: two neighbours make 16 columns.
 template <int N> DEVICE void pack_rows(u32 (&p)[N / 2][4], const float (&s)[N][4]) {
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
@@ -140,8 +140,8 @@ template <int M, int N> DEVICE void scale_rows(float (&x)[M][N][4], const float 
             for (int i = 0; i < 4; i++) x[m][n][i] *= by[m][i / 2];
 }
 
-// Writes the warp's first `rows` rows as bf16, in runs of 16 bytes. `room`: as many rows of shared memory, which no other
-// warp touches.
+// Writes the warp's first `rows` rows as bf16, 16 bytes at a time. `room`: that many rows of shared memory, which no
+// other warp uses.
 template <int E, int M> DEVICE void store_rows(const float (&x)[M][E / 8][4], bf16* room, bf16* to, i32 stride, i32 rows) {
     using L = Layout<E>;
     int lane = lane_id();

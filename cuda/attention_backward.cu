@@ -1,21 +1,24 @@
 // Gradients of causal grouped-query attention over packed rows. arXiv:2205.14135 algorithm 4, 2307.08691 section 3.1.
 //
 // p = exp(scale s - lse), s = q.k; ds = p (d_o.v - delta), delta = d_o.o; dq = scale ds k, dk = scale ds^T q, dv = p^T d_o.
-// One kernel makes all five products of a pair of tiles: a block has 128 keys under one key head and walks the rows that see
-// them, in steps of 64 under each head of the group, from the last rows to the first. dk and dv stay in registers: two warps
-// share 32 keys, each computes s and d_o.v for half of the step's rows, and one of them has dk, the other dv, so that each
-// finds half of its factors in its own registers and half in shared memory. From there all warps form ds k of the step.
+// One kernel computes all five GEMMs of a pair of tiles: a block has 128 keys of one key head and loops over the rows
+// that attend to them, in steps of 64 for each head of the group, from the last rows to the first. dk and dv stay in
+// registers: two warps share 32 keys, each computes s and d_o.v for half of the step's rows, and one accumulates dk,
+// the other dv. So each has half of its factors in its own registers and half in shared memory. From there all warps
+// compute the step's ds k.
 //
-// dq is a sum over blocks, in f32 and in one order: a counter for 64 rows and a head says whose turn it is, ascending by keys.
-// Its block adds, and passes the turn on. The first stores instead of adding, the last one rounds. No order of blocks can hang
-// or change a bit: blocks take their work by the number at which they start, keys ascending, so that each waits for blocks alone
-// that have started. It hardly waits: all blocks of a span walk the same way, and an earlier one is ahead.
+// dq is a sum over blocks, in f32 and in one order: a counter for 64 rows and a head is the number of the next block
+// that may add, ascending by keys. The first block stores instead of adding, the last one rounds. No order of blocks
+// can hang or change a bit: blocks choose their work by the order in which they start, keys ascending, so each waits
+// only for blocks that have started. Waits are short: all blocks of a span loop in the same direction, and an earlier
+// one is ahead.
 //
-// A step of head dim 128 on an A100, by reckoning (not yet run on a GPU): 2560 products of the tensor cores, 5120 clocks;
-// shared memory 4224 wavefronts of ldmatrix and 600 others, a clock each; about 1150 instructions of each of 8 warps, 2300
-// of the 5120 slots of a scheduler; 32 KiB read from L2 and 32 KiB added there, 13 bytes a clock of a multiprocessor at most
-// where L2 gives about 47. So tensor cores and shared memory are busy alike, and half of the rate of the former leaves as much
-// time again for what does not overlap. Of head dim 64: 2560 clocks of the tensor cores, 2900 of shared memory.
+// Estimate for a step of head dim 128 on an A100 (not yet run on a GPU): 2560 tensor core instructions, 5120 clocks;
+// shared memory 4224 wavefronts of ldmatrix and 600 others, one clock each; about 1150 instructions of each of 8 warps,
+// 2300 of the 5120 slots of a scheduler; 32 KiB read from L2 and 32 KiB added there, at most 13 bytes per clock of a
+// multiprocessor, and L2 has about 47. So tensor cores and shared memory are equally busy. At half the peak rate of the
+// tensor cores, the other half of the time remains for work that does not overlap. Head dim 64: 2560 clocks of tensor
+// cores, 2900 of shared memory.
 #include "attention_backward.cuh"
 #include "eight.cuh"
 
@@ -59,7 +62,7 @@ KERNEL attention_delta_f32(const float* o, const bf16* d_o, float* delta, i32 he
 // tiles: up to 128 keys (of E = 256: 64) and all rows of their span, those of a span ascending; counters: 1 and one for each
 // block of 64 rows and each head, all 0, as they are again at the end; sums: f32 for the rows of all spans of several tiles
 // grid tiles x heads / group, block 256; shared memory as Shape<E>; needs 16-byte alignment
-// roofline 10 E flops for each pair of a row and a key that it sees
+// roofline 10 E flops for each pair of a row and a visible key
 KERNEL __launch_bounds__(256, 1) attention_backward_32(PARAMETERS) { backward<32>(ARGUMENTS); }
 KERNEL __launch_bounds__(256, 1) attention_backward_64(PARAMETERS) { backward<64>(ARGUMENTS); }
 KERNEL __launch_bounds__(256, 1) attention_backward_80(PARAMETERS) { backward<80>(ARGUMENTS); }

@@ -3,9 +3,9 @@
 #include "attention.cuh"
 
 #define BACKWARD_THREADS 256
-// The thread that signals other blocks. It belongs to a warp that waits for none.
+// The thread that signals other blocks. Its warp waits for no other block.
 #define TELLER 224
-// Rows of a step, and of a step that one warp has scores of.
+// Rows of a step, and rows of a step for which one warp computes scores.
 #define ROWS 64
 #define HALF 32
 
@@ -21,11 +21,11 @@ struct KeyTile {
 };
 
 template <int E> struct Shape {
-    // Keys of two warps, in sixteens, and of the block.
+    // Keys of two warps in units of 16, and keys of the block.
     static constexpr int M = E <= 128 ? 2 : 1, KEYS = 64 * M;
-    // Tiles of rows in shared memory, of q and of d_o: with two, the next come while these are worked on.
+    // Tiles of rows of q and of d_o in shared memory: with two, the next ones are copied during the work on these.
     static constexpr int SLOTS = E <= 128 ? 2 : 1;
-    // Of dq a warp has 16 DM rows, and 16 DN columns at a time: those of one of PARTS.
+    // A warp has 16 DM rows of dq, and 16 DN columns at a time, one of PARTS.
     static constexpr int DM = E % 64 == 0 ? 2 : 1, TIMES = E <= 128 ? 1 : 2, PARTS = 2 * DM * TIMES;
     static constexpr int DN = (E / 16 + PARTS - 1) / PARTS;
 };
@@ -34,16 +34,16 @@ template <int E> struct Shape {
 // the rows of eight keys nor the pairs of rows that a warp writes meet in a bank.
 DEVICE int swizzle(int width, int key) { return width == ROWS ? key % 8 : key / 2 % 4; }
 
-// lse as a power of 2; where a row saw nothing, or is not there: infinity, so that p is 0.
+// lse in base 2; infinity for a row without visible keys or beyond the end, so that p is 0.
 DEVICE float log2_of(float lse) { return lse > -infinity() ? lse * LOG2_E : infinity(); }
 
-// Whether any of 32 rows from `row` on sees any of `width` keys from `key` on.
+// Whether any of 32 rows from `row` on attends to any of `width` keys from `key` on.
 DEVICE bool meets(const KeyTile& tile, i32 keys, i32 window, i32 key, i32 width, i32 row) {
     return key < keys && row < tile.rows && tile.past + least(tile.rows, row + HALF) > key &&
            tile.past + row - window < key + width - 1;
 }
 
-// Scores that rows do not see become -inf; `ahead`: the position of the first row less that of the first key.
+// Sets masked scores to -inf; `ahead`: the position of the first row minus that of the first key.
 template <int M> DEVICE void hide(float (&s)[M][4][4], i32 ahead, i32 keys, i32 window) {
     if (ahead >= 16 * M - 1 && ahead + HALF - 1 < window && keys >= 16 * M) return;
     const i32 key = lane_id() / 4;
@@ -87,7 +87,7 @@ template <int M> DEVICE void get(u32 (&x)[M][2][4], const bf16* from, int width)
         }
 }
 
-// The place of a tile among the tiles that add to the dq of a block of rows: they add in the order of their keys.
+// The index of a tile among the tiles that add to the dq of a block of rows, in the order of their keys.
 struct Order {
     u32 before;
     bool last;
@@ -167,8 +167,8 @@ DEVICE void each_pair(const float (&dq)[Shape<E>::DM][2 * Shape<E>::DN][4], i32 
     }
 }
 
-// A warp's part of dq joins `sums`, in which eight rows and eight columns lie as a warp has them: even columns, then odd ones.
-// Stores and additions are of 128 bytes.
+// Adds a warp's part of dq to `sums`, in which eight rows and eight columns have the order of a warp: even columns,
+// then odd ones. Stores and additions have 128 bytes.
 template <int E>
 DEVICE void give_part(const float (&dq)[Shape<E>::DM][2 * Shape<E>::DN][4], float* sums, i32 heads, i32 rows, int pairs,
                       bool is_first) {
@@ -187,7 +187,7 @@ DEVICE void give_part(const float (&dq)[Shape<E>::DM][2 * Shape<E>::DN][4], floa
     }
 }
 
-// The last part of dq, and with it the whole.
+// Adds the last part of dq and writes the result.
 template <int E>
 DEVICE void give_whole(const float (&dq)[Shape<E>::DM][2 * Shape<E>::DN][4], const float* sums, void* to, i32 heads, i32 rows,
                        int pairs, bool is_first, float scale, i32 form) {
@@ -260,14 +260,14 @@ DEVICE void give_keys(float (&sum)[Shape<E>::M][E / 8][4], bf16* tile, i32 base,
 struct Work {
     KeyTile tile;
     i32 kv_head;
-    // Whether the tiles before had added when p and ds were there.
+    // Whether the earlier tiles had added when p and ds were ready.
     bool ready;
-    // The counter to set once dq is written, and its value, for the thread TELLER. In shared memory: registers are few.
+    // The counter to set once dq is written, and its value, for the thread TELLER. In shared memory to save registers.
     i32 told;
     u32 tells;
 };
 
-// Lets the next tile add; a barrier comes before it.
+// Lets the next tile add. Needs a barrier before.
 DEVICE void tell(Work& work, u32* counters) {
     if (threadIdx.x == TELLER && work.told >= 0) store_release(counters + work.told, work.tells);
 }
@@ -276,7 +276,7 @@ DEVICE void take_work(Work& work, const KeyTile* tiles, u32* counters, i32 kv_he
     const u32 number = take_number(counters);
     work.tile = tiles[number / (u32)kv_heads];
     work.kv_head = (i32)(number % (u32)kv_heads);
-    // All have come, and the next launch begins at 0 again.
+    // All tiles have added, and the next launch starts at 0 again.
     if (number + 1 == gridDim.x) store_release(counters, 0);
 }
 
@@ -301,7 +301,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
     const i32 kv_heads = heads / group, kv_head = work.kv_head;
     const i32 keys = least(tile.left, KEYS), q_stride = heads * E, k_stride = kv_heads * E;
     const i64 k_at = ((i64)tile.key_row * kv_heads + kv_head) * E, row = (i64)tile.row * heads + kv_head * group;
-    // Rows begin .. end see any of the keys.
+    // Rows begin .. end attend to some of the keys.
     const i32 begin = most(0, -tile.past), end = least(tile.rows, keys - 1 + window - tile.past);
     const i32 first = begin / ROWS * ROWS;
     i32 r = begin < end ? (end - 1) / ROWS * ROWS : first - ROWS, head = 0, slot = 0;
@@ -329,7 +329,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
     copy(r, head, 0);
     if (threadIdx.x < 2 * ROWS) statistics[threadIdx.x] = read(r, head);
     if (threadIdx.x == TELLER) work.told = -1;
-    // The next step: the next head of the group, or the rows before.
+    // The next step: the next head of the group, or the previous rows.
     auto following = [&]() { return head + 1 < group ? head + 1 : 0; };
     auto after = [&]() { return head + 1 < group ? r : r - ROWS; };
     while (r >= first) {
@@ -386,7 +386,7 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
         };
         add_queries<E>(ds_tile, k_tile, tile, window, order, wait, sums, heads, kv_head * group + head, r, scale, dq, dq_form);
         if (threadIdx.x == TELLER) {
-            // The last leaves 0 for the next launch, and signals nobody.
+            // The last tile resets the counter for the next launch, without a signal.
             work.told = order.last && order.before == 0 ? -1 : counter(), work.tells = order.last ? 0 : order.before + 1;
         }
         slot ^= 1;

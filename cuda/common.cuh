@@ -1,8 +1,8 @@
 // Code that all kernels share: types, bf16, warp and block sums in one fixed order, and a function for each instruction
 // of tensor cores and asynchronous copies.
 //
-// One source, three builds: nvcc, NVRTC (no headers at all), and g++ over tests/kernels/emulation, which plays a GPU on the
-// CPU (EMULATED). So nothing here comes from CUDA's headers, and only this file has inline PTX.
+// One source, three builds: nvcc, NVRTC (without headers), and g++ with tests/kernels/emulation, which emulates a GPU
+// on the CPU (EMULATED). So nothing here uses CUDA's headers, and only this file has inline PTX.
 #pragma once
 
 #ifdef EMULATED
@@ -17,7 +17,7 @@ typedef long long i64;
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
 #define SHARED __shared__
-// Dynamic shared memory, aligned as wgmma wants its factors.
+// Dynamic shared memory, with the alignment of wgmma operands.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 #define SYNC_BLOCK() __syncthreads()
 #define SYNC_WARP() __syncwarp()
@@ -73,7 +73,7 @@ struct alignas(16) Four {
     float at[4];
 };
 
-// In one store: compilers may cut the copy of a struct that was put together in registers.
+// In one store: compilers may split the copy of a struct in registers.
 DEVICE void store(bf16* to, const Eight& x) {
 #ifdef EMULATED
     *(Eight*)to = x;
@@ -112,7 +112,7 @@ DEVICE float reciprocal_fast(float x) {
 #endif
 }
 
-// A product that is rounded before anything is added to it: compilers fuse the two where they may, here so and there not.
+// A product that is rounded before an addition: otherwise compilers fuse the two in some places and not in others.
 DEVICE float times(float a, float b) {
 #ifdef EMULATED
     return a * b;
@@ -199,15 +199,15 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 // ---- tensor cores of sm_90a: d (64, N) f32 += a (64, 16) b (16, N), by four warps together ----
 //
-// Each output has the bits of a chain of `mma`: seen on an H200, for all of 156,000 sums over 4,096 values. Warp w of the four has
-// rows 16 w.., a lane in d[j] the columns 8 j.. as in an `mma`. Factors are read from shared memory in the background, after
-// wgmma_begin and until wgmma_wait.
+// Each output has the bits of a chain of `mma`: observed on an H200 for all of 156,000 sums over 4,096 values. Warp w
+// of the four has rows 16 w.., and d[j] of a lane the columns 8 j.. as in an `mma`. Operands are read from shared
+// memory asynchronously, between wgmma_begin and wgmma_wait.
 #if !defined(EMULATED) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 
-// Where a factor lies, in lines of 128 bytes whose chunks of 16 are permuted by line % 8, eight lines aligned to 1024 bytes.
-// Either a line is a row, and holds values of s; or a line is an s and holds 64 rows, with the lines of the next 64 rows
-// `WGMMA_BLOCK` bytes further (ACROSS).
+// The descriptor of an operand: lines of 128 bytes whose 16-byte chunks are permuted by line % 8, eight lines aligned
+// to 1024 bytes. Either a line is a row with values of s; or a line is one s with 64 rows, and the lines of the next 64
+// rows are `WGMMA_BLOCK` bytes further (ACROSS).
 #define WGMMA_BLOCK 8192
 DEVICE u64 wgmma_factor(const void* at) {
     constexpr u64 NEXT_ROWS = WGMMA_BLOCK / 16, NEXT_LINES = 1024 / 16, TURNED_BY_8 = 1;
@@ -218,7 +218,7 @@ DEVICE u64 wgmma_factor(const void* at) {
 DEVICE void wgmma_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most PENDING groups are under way.
+// Waits until at most PENDING groups are in flight.
 template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 
 template <int A_ACROSS, int B_ACROSS> DEVICE void wgmma(float (&d)[4][4], u64 a, u64 b) {
@@ -279,7 +279,7 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
 
 // ---- asynchronous copies to shared memory, 16 bytes each ----
 
-// Both aligned to 16; zeros where `valid` is false (then `from` is not read, and may lie anywhere).
+// Both aligned to 16; writes zeros if `valid` is false (then `from` is not read and may be any address).
 DEVICE void copy_async(void* to, const void* from, bool valid) {
 #ifdef EMULATED
     emulated::copy_async(to, from, valid);
@@ -298,7 +298,8 @@ DEVICE void copy_commit() {
 #endif
 }
 
-// Waits until at most `PENDING` of this thread's newest groups are under way. Other threads see them after SYNC_BLOCK.
+// Waits until at most `PENDING` of this thread's newest groups are in flight. Other threads see the data after
+// SYNC_BLOCK.
 template <int PENDING> DEVICE void copy_wait() {
 #ifdef EMULATED
     emulated::copy_wait(PENDING);
@@ -311,7 +312,7 @@ template <int PENDING> DEVICE void copy_wait() {
 //
 // A block may wait for blocks with a lower number: they have started, and none of them waits for it.
 
-// A number that no other block takes, ascending from 0 in the order of asking.
+// A unique number for each block, ascending from 0 in the order of calls.
 DEVICE u32 take_number(u32* count) {
 #ifdef EMULATED
     return emulated::take_number(count);
@@ -322,7 +323,7 @@ DEVICE u32 take_number(u32* count) {
 #endif
 }
 
-// Stores x. A block that sees it also sees, after a barrier of its own, all that this block did before its last one.
+// Stores x. A block that reads it also sees, after its own barrier, this block's writes before its last barrier.
 DEVICE void store_release(u32* to, u32 x) {
 #ifdef EMULATED
     emulated::store_release(to, x);
@@ -331,7 +332,7 @@ DEVICE void store_release(u32* to, u32 x) {
 #endif
 }
 
-// What another block said with `store_release`.
+// Loads the value of another block's `store_release`.
 DEVICE u32 load_acquire(const u32* from) {
 #ifdef EMULATED
     return emulated::load_acquire(from);
@@ -342,7 +343,7 @@ DEVICE u32 load_acquire(const u32* from) {
 #endif
 }
 
-// Between two looks at what another block will say.
+// A pause between two loads while waiting for another block.
 DEVICE void pause() {
 #ifdef EMULATED
     emulated::pause();
@@ -351,7 +352,7 @@ DEVICE void pause() {
 #endif
 }
 
-// Adds where the value lies; nothing comes back that a thread would wait for.
+// Adds in memory without returning the old value, so no thread waits.
 DEVICE void add_in_memory(float* to, float x) {
 #ifdef EMULATED
     *to += x;

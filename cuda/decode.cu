@@ -1,5 +1,5 @@
-// Decoding steps that follow one another without the host: each prepares a row's inputs of the model and the sampler
-// from the token that the step before has sampled.
+// Decoding steps without the host: each prepares a row's inputs of the model and the sampler from the token that the
+// previous step has sampled.
 #include "paged.cuh"
 #include "philox.cuh"
 #include "sample.cuh"
@@ -11,12 +11,12 @@ struct alignas(16) DecodeSlot {
     u32 key0, key1;
     // The token to be fed next, after `past` cached tokens.
     u32 token, past;
-    // Samples that are left, and samples for which its stop tokens are still banned.
+    // Remaining samples, and samples for which the stop tokens are still banned.
     u32 left, banned;
     List stops;
     // The start of its pages in the list of all; whether it has ended.
     u32 pages, ended;
-    // Tokens that it has seen, each once, if they are penalized. After them there is room for all that it may sample.
+    // Seen tokens, each once, if they are penalized, followed by space for all tokens that the row may sample.
     List seen;
 };
 
@@ -68,7 +68,7 @@ KERNEL decode_begin(DecodeSlot* decode_slots, u32* changes, u32* pages, i32 rows
     of_banned[row] = slot.banned > 0 ? slot.stops : List{0, 0};
 }
 
-// decode_end  feeds each row's sampled token next, unless it is a stop token of the row or the last that the row may sample
+// decode_end  feeds each row's sampled token next, unless it is a stop token or the row's last token
 // decode_slots (rows); sampled: for each rank that samples a share of the rows, one after the other, its tokens u32, logprobs
 // and sample_logprobs f32, where rank r has rows r rows / ranks to (r + 1) rows / ranks; stops u32, of all rows; the
 // results (rows), for the host

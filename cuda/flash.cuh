@@ -1,14 +1,14 @@
 // One order of arithmetic for causal attention (arXiv:2205.14135), so that a row has the same bits from every kernel.
 //
-// Keys are walked in blocks of Block<E>::KEYS, aligned to the start of the sequence, ascending. For a row with running maximum m of
-// its scores, sum l of its probabilities and result o, a block does, in f32:
+// Keys are processed in ascending blocks of Block<E>::KEYS, aligned to the start of the sequence. For a row with
+// running maximum m of its scores, sum l of its probabilities and result o, each block computes, in f32:
 //   s = q.k, a chain of mma over head dims, ascending from 0; -inf where the row does not see the key
 //   m' = max(m, max s)                   decay = 2^((m - m') scale), where scale holds log2(e)
 //   p = 2^(fma(s, scale, -(m' scale)))   l = fma(l, decay, even + odd), the sums of a lane's even and odd columns, ascending
 //   o = o decay, then a chain of mma adds p v over keys, ascending, p rounded to bf16
-// and at the end l is the sum of four lanes, o = o (1 / l). Rows that see many keys are cut into runs of such blocks (key_segments.cuh).
-// A block that a row does not see leaves it as it was, so it may be left out. All products that meet a sum are fmaf: the
-// compiler has nothing to contract.
+// and at the end l is the sum of four lanes, o = o (1 / l). Many keys are split into segments of such blocks
+// (key_segments.cuh). A fully masked block does not change a row, so it may be skipped. All multiply-adds are explicit
+// fmaf: the compiler has nothing to contract.
 #pragma once
 #include "key_segments.cuh"
 
@@ -18,12 +18,12 @@ template <int E> struct Block {
 };
 
 // Rows of shared tiles are padded by 16 bytes: their stride is an odd number of 16 bytes, so that the eight rows
-// of a matrix lie in different banks.
+// of a matrix are in different banks.
 template <int E> struct Tile {
     static constexpr int STRIDE = E + 8;
 };
 
-// Of two rows of a warp's sixteen, lane / 4 and that + 8: the keys that they see, from .. to.
+// The visible keys from .. to of two of a warp's sixteen rows: lane / 4 and lane / 4 + 8.
 struct KeyRange {
     int from[2], to[2];
 };
@@ -58,7 +58,7 @@ template <int E, int N> DEVICE void scores(float (&s)[N][4], const u32 (&q)[E / 
 template <int N> DEVICE void mask(float (&s)[N][4], int first, const KeyRange& key_range) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        // One comparison for both ends: what lies before is large as u32.
+        // One comparison for both ends: a key before the first is large as u32.
         const u32 seen = key_range.to[r] - key_range.from[r], column = first + 2 * (lane_id() % 4) - key_range.from[r];
 #pragma unroll
         for (int n = 0; n < N; n++) {
@@ -81,7 +81,7 @@ template <int N> DEVICE void maxima(float (&max)[2], const float (&s)[N][4]) {
     }
 }
 
-// What a row is multiplied by when its maximum grows from `from` to `to`.
+// The factor of a row when its maximum grows from `from` to `to`.
 DEVICE float decay_of(float from, float to, float scale) { return exp2_fast((from - to) * scale); }
 
 // Scores to probabilities for the maximum of a row, and their sum over this lane's columns.

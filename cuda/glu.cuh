@@ -1,5 +1,5 @@
-// The activations of gated linear units, y = act(gate) up (arXiv:2002.05202): kernels of their own have them (glu.cu), and
-// products of few rows (matmul_glu.cuh).
+// The activations of gated linear units, y = act(gate) up (arXiv:2002.05202), for separate kernels (glu.cu) and for
+// GEMMs of few rows (matmul_glu.cuh).
 #pragma once
 #include "common.cuh"
 
@@ -9,7 +9,7 @@ DEVICE float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(-LOG2_E 
 struct Silu {
     DEVICE float gated(float gate, float up) { return gate * sigmoid(gate) * up; }
 
-    // Of one value: dgate, and dup into `up`.
+    // The gradients of one value: returns dgate, and writes dup to `up`.
     DEVICE float backward(float gate, float& up, float dy) {
         float s = sigmoid(gate);
         float dgate = dy * up * (s * (1.0f + gate * (1.0f - s)));

@@ -1,16 +1,18 @@
-// Runs: where all kernels of attention cut a row's keys, so that several blocks of threads can work on one row.
+// Key segments (runs): all attention kernels split a row's keys at the same bounds, so that several blocks of threads
+// can work on one row.
 //
-// Cuts lie at multiples of RUN keys, counted from the start of the sequence. A run is a chain of its own (flash.cuh), from no
-// maximum, sum 0 and result 0. Runs are joined in ascending order, in f32, the sum of a run taken over its lanes before:
+// Bounds are multiples of RUN keys from the start of the sequence. Each run is a separate chain (flash.cuh), with no
+// maximum, sum 0 and result 0 at its start. The sum of a run is first added over its lanes. Runs are combined in
+// ascending order:
 //   m' = max(m, m1)   a = 2^((m - m') scale)   b = 2^((m1 - m') scale)
 //   l = fma(l, a, l1 b)   o = fma(o, a, o1 b)
-// A run of which a row sees nothing leaves it as it was, and to begin with nothing leaves the first run as it is. So the bits of a
-// row depend neither on whether one block walks all runs or each has its own, nor on which other rows are computed.
+// A fully masked run does not change a row, and combining the first run with the empty state does not change the run.
+// So the bits of a row depend neither on the distribution of runs over blocks, nor on the other rows.
 #pragma once
 #include "common.cuh"
 
 #define RUN 4096
-// Below every score, and finite, so that the lowest less the lowest is 0.
+// Below every score, and finite, so that LOWEST - LOWEST is 0.
 #define LOWEST -1.0e30f
 
 // Two neighbours in memory.
@@ -18,12 +20,12 @@ struct alignas(8) Both {
     float at[2];
 };
 
-// A row of results that runs leave for later ones: its columns, then maximum and sum.
+// A row of results between runs: its columns, then maximum and sum.
 template <int E> struct Held {
     static constexpr int STRIDE = E + 8;
 };
 
-// What a row has when a run is joined to it, and the factors of its result and of the run's.
+// The state of a row after a run is combined with it, and the factors of the old result and of the run's.
 struct Join {
     float max, sum, keeps, takes;
 };
@@ -42,8 +44,8 @@ DEVICE float sum_of_lanes(float sum) {
     return sum + shuffle_xor(sum, 2);
 }
 
-// Joins a run of a warp's sixteen rows, lane / 4 and that + 8, to those before it, which lie at `held`; null: a row that is not
-// there.
+// Combines a run of a warp's sixteen rows, lane / 4 and lane / 4 + 8, with the earlier runs at `held`; null: no such
+// row.
 template <int E>
 DEVICE void join_held(float (&o)[E / 8][4], float (&max)[2], float (&sum)[2], float* const (&held)[2], float scale) {
     Join both[2];
@@ -62,12 +64,12 @@ DEVICE void join_held(float (&o)[E / 8][4], float (&max)[2], float (&sum)[2], fl
             o[n][2 * i] = joined(both[i], before.at[0], o[n][2 * i]);
             o[n][2 * i + 1] = joined(both[i], before.at[1], o[n][2 * i + 1]);
         }
-        // The compiler would read all at once, into registers that are not there.
+        // Otherwise the compiler would load all at once and spill registers.
         if (n % 4 == 3) SYNC_WARP();
     }
 }
 
-// Leaves what the rows have for the runs that follow.
+// Stores the rows' state for later runs.
 template <int E>
 DEVICE void hold(const float (&o)[E / 8][4], const float (&max)[2], const float (&sum)[2], float* const (&held)[2]) {
     int lane = lane_id();

@@ -1,5 +1,5 @@
-// Divergence of a student's distribution q from a teacher's p, of their logits (rows, v), a chunk of tokens at a time: sums of
-// rows, and the slopes by the student's logits.
+// Divergence of a student's distribution q from a teacher's p, from their logits (rows, v), a chunk of tokens at a
+// time: sums of rows, and the derivatives by the student's logits.
 //
 // With x = logits / temperature: forward_kl = sum_v p (log p - log q); reverse_kl = sum_v q (log q - log p);
 // jsd = (sum_v p log(p / m) + sum_v q log(q / m)) / 2, m = (p + q) / 2.
@@ -9,7 +9,7 @@
 
 #define FORWARD_KL 0
 #define REVERSE_KL 1
-// Columns of a row that a block of the slopes takes: 256 threads, four times eight each.
+// Columns of a row per block of the derivatives: 256 threads, four times eight each.
 #define SLOPE_COLUMNS 8192
 
 struct Token {

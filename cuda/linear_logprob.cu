@@ -1,9 +1,9 @@
-// Selective log-softmax over logits (rows, v) = h W^T, a chunk of tokens at a time: statistics, what is read off them, and
-// the gradient.
+// Selective log-softmax over logits (rows, v) = h W^T, a chunk of tokens at a time: statistics, values computed from
+// them, and the gradient.
 //
 // With z = logits / temperature, s = softmax(z): logprob = z[target] - lse, entropy = lse - sum_v s_v z_v.
 // Cross-entropy is a logprob whose gradient is -weight: it needs no kernel of its own.
-// Legend: V columns, at rows `stride` apart; a place is the target's column, outside 0..V where another part has it.
+// Legend: V columns, rows `stride` apart; a place is the target's column, outside 0..V if another part has it.
 #include "softmax.cuh"
 
 template <class T>
@@ -59,7 +59,7 @@ KERNEL linear_logprob_read(const Stats* stats, u64 rows, float inverse_temperatu
     if (entropy) entropy[row] = entropy_of(of);
 }
 
-// linear_logprob_top  1 where no column is likelier than the target, else 0
+// linear_logprob_top  1 if no column is likelier than the target, else 0
 // stats (rows, 4), top (rows) f32
 // grid ceil(rows / 128), block 128
 // roofline 20 rows bytes
@@ -70,7 +70,7 @@ KERNEL linear_logprob_top(const Stats* stats, u64 rows, float inverse_temperatur
     top[row] = times(of.target, inverse_temperature) >= of.max ? 1.0f : 0.0f;
 }
 
-// Columns of a row that a block of the gradient takes: 256 threads, four times eight each.
+// Columns of a row per block of the gradient: 256 threads, four times eight each.
 #define GRADIENT_COLUMNS 8192
 
 // s (dlogprob + dentropy (log s + entropy)) = exp(d) / sum_exp (base + dentropy d), d = z - max.

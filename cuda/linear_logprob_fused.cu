@@ -1,16 +1,16 @@
 // Statistics of logits = h W^T that are never stored: the head's GEMM followed by the softmax, for scoring.
 //
-// Each logit is one ascending chain of k16 products, so its bits are those of the exact product; the order of the sums is
-// that of softmax.cuh, so the statistics are those of `linear_logprob_stats_f32` over stored logits, bitwise.
+// Each logit is one ascending chain of k16 products, so it has the bits of the exact GEMM. The order of the sums is
+// that of softmax.cuh, so the statistics equal those of `linear_logprob_stats_f32` over stored logits, bitwise.
 #include "softmax.cuh"
 #include "tile.cuh"
 
 #define FUSED_ROWS 128
 #define FUSED_THREADS 256
-// 64 x 64 logits of a warp: 64 tensor core instructions to 16 loads of fragments, where 64 x 32 would need as much of shared
-// memory's time as of the tensor cores'.
+// 64 x 64 logits per warp: 64 tensor core instructions for 16 loads of fragments. With 64 x 32, shared memory would
+// take as long as the tensor cores.
 using Logits = Tile<FUSED_ROWS, 256, 32, 2, 4, 4>;
-// As wgmma works; on an H200.
+// The shape for wgmma, on an H200.
 using WideLogits = Tile<FUSED_ROWS, 128, 64, 8, 1, 4>;
 // Floats from row to row of a tile of logits: 8 banks further each, so that a warp's pairs meet no bank twice.
 #define LOGITS_STRIDE (STRIP + 8)
@@ -22,7 +22,7 @@ struct alignas(8) Two {
     float at[2];
 };
 
-// Puts the warp's logits into the tile, where they are of its strip.
+// Writes the warp's logits of this strip to the tile.
 template <class TILE> DEVICE void put(const Sums<TILE>& sums, float* logits, int strip) {
     int first = warp_id() % TILE::OVER * TILE::WARP_COLUMNS - strip * STRIP;
     if (first < 0 || first >= STRIP) return;

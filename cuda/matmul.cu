@@ -1,17 +1,19 @@
-// y = x W^T + bias, in tiles of 16, 32, 64 and 128 rows; every output has the same bits whatever the family.
+// y = x W^T + bias, in tiles of 16, 32, 64 and 128 rows; every output has the same bits in every family of tiles.
 //
-// Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs reading;
-// a block has 60 KiB of W and x under way. Products of the same x come in one launch, for the same reason. Tensor cores wait most
-// of the time: the padding of a row or two to 16 costs nothing. Many rows (128): 64 x 64 outputs of a warp, 64 tensor core
-// instructions to 16 loads of fragments. For 65 to 256 rows tall tiles (128 x 64) bring three quarters of what 64 x 64 bring to a
-// multiprocessor, where they fill all of these. A broad tile (128 x 256) reads three quarters of what two square ones read.
+// Few rows (16, 32, 64): the time is that of reading W once. Tiles are narrow, so that n = 4096 already keeps all SMs
+// reading; a block has 60 KiB of W and x in flight. For the same reason, GEMMs of the same x share one launch. Tensor
+// cores are mostly idle: padding one or two rows to 16 costs nothing. Many rows (128): 64 x 64 outputs per warp, 64
+// tensor core instructions for 16 loads of fragments. For 65 to 256 rows, tall tiles (128 x 64) read three quarters of
+// the bytes of 64 x 64 tiles if they fill all SMs. A broad tile (128 x 256) reads three quarters of the bytes of two
+// square ones.
 //
-// On sm_90a the wide tiles take their place from 33 rows on: there a block has an SM for itself and 110 to 170 KiB under way.
+// On sm_90a the wide tiles replace them from 33 rows on: there one block occupies an SM, with 110 to 170 KiB in flight.
 //
-// The tiles of few rows also compute the gated linear unit of two products (matmul_glu.cuh): in decoding a launch less is noticed.
+// The tiles of few rows also compute the gated linear unit of two GEMMs (matmul_glu.cuh), as launches matter in
+// decoding.
 #include "matmul_glu.cuh"
 
-// Values of k in a whole number of slices of every family: all of them take the same steps, also over zeros.
+// k rounded up to a whole number of slices of every family: all of them have the same steps, also over zeros.
 #define CHAIN 128
 
 //               rows columns depth warps stages; shared memory; blocks on an SM of an A100 (164 KiB)
@@ -23,7 +25,7 @@ using Narrow64 = Tile<64, 32, 64, 2, 2, 6>;      // 72 KiB, 2
 using Tall128 = Tile<128, 64, 64, 2, 2, 3>;      // 72 KiB, 2
 using Forward128 = Tile<128, 128, 32, 2, 2, 4>;  // 64 KiB, 2 (registers)
 using Broad128 = Tile<128, 256, 32, 2, 4, 4>;    // 96 KiB, 1 (registers)
-// Of an H200 (227 KiB).
+// For an H200 (227 KiB).
 using Wide64x32 = Tile<64, 32, 64, 4, 1, 12>;     // 144 KiB, 1
 using Wide64x128 = Tile<64, 128, 64, 4, 1, 8>;    // 192 KiB, 1
 using Wide128x128 = Tile<128, 128, 64, 8, 1, 6>;  // 192 KiB, 1
@@ -35,7 +37,7 @@ using Wide256x128 = Tile<256, 128, 64, 16, 1, 4>; // 192 KiB, 1
 #define ARGUMENTS \
     x, w, bias, c, y, m, n, k, x_stride, w_stride, y_stride, w_1, bias_1, y_1, n_1, w_2, bias_2, y_2, n_2
 
-// Blocks of the first product come before those of the second, and these before those of the third.
+// Blocks of the first GEMM precede those of the second, and these precede those of the third.
 template <class TILE, class Y> DEVICE void matmul_forward(PARAMETERS(Y)) {
     int block = blockIdx.x, first = tiles_of<TILE>(m, n), second = tiles_of<TILE>(m, n_1);
     if (block >= first) {

@@ -1,4 +1,4 @@
-// One tile of a product and its way into memory: d(r, j) = sum_s a(r, s) b(j, s), plus a bias and an addend c(r, j), or neither.
+// One tile of a GEMM and its output: d(r, j) = sum_s a(r, s) b(j, s), plus a bias and an addend c(r, j), or neither.
 // tile.cuh describes the bitwise guarantees.
 #pragma once
 #include "tile.cuh"
@@ -6,8 +6,9 @@
 // Tiles of rows that are next to each other in time: they share the other operand in the L2 cache.
 #define TILES_OF_A_PATCH 8
 
-// Where a product goes: (rows, columns) at `values`. `bias` (columns) may be null. The finished sum is added to `addend`, which
-// has the strides of `values`: null for none, `values` itself, or a matrix that shares no memory with it.
+// The output of a GEMM: (rows, columns) at `values`. `bias` (columns) may be null. The finished sum is added to
+// `addend`, which has the strides of `values`: null for none, `values` itself, or a matrix that shares no memory with
+// it.
 template <class Y> struct Result {
     Y* values;
     int stride, rows, columns;
@@ -15,7 +16,7 @@ template <class Y> struct Result {
     const Y* addend;
 };
 
-// Which tile a block computes. Blocks that run together take a patch of tiles: they share slices in the L2 cache.
+// The tile of a block. Blocks that run at the same time compute a patch of tiles, which share slices in the L2 cache.
 DEVICE void tile_of_block(int block, int down, int over, int& row, int& column) {
     int patch = block / (TILES_OF_A_PATCH * over), first = patch * TILES_OF_A_PATCH;
     int height = down - first < TILES_OF_A_PATCH ? down - first : TILES_OF_A_PATCH;
@@ -65,7 +66,7 @@ template <class Y> DEVICE void put(Result<Y>& y, bool whole, int row, int column
     }
 }
 
-// Takes a warp's sums out through shared memory, so that a line of the result goes out in one piece.
+// Writes a warp's sums through shared memory, so that each line of the result is written contiguously.
 template <class TILE, class Y>
 DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_row, int tile_column) {
     float* strip = (float*)shared + warp_id() * TILE::OUT_FLOATS;
@@ -93,13 +94,13 @@ DEVICE void put_sums(u8* shared, const Sums<TILE>& sums, Result<Y>& y, int tile_
     }
 }
 
-// ---- the product ----
+// ---- the GEMM ----
 
 template <class TILE> DEVICE int tiles_of(int rows, int columns) {
     return (rows + TILE::ROWS - 1) / TILE::ROWS * ((columns + TILE::COLUMNS - 1) / TILE::COLUMNS);
 }
 
-// The tile of d of a block of the product, over `slices` slices; what lies outside the operands counts as zero.
+// Computes a block's tile of d over `slices` slices. Values outside the operands count as zero.
 template <class TILE, class Y> DEVICE void product(int block, Operand a, Operand b, int slices, Result<Y> y) {
     DYNAMIC_SHARED(shared);
     int tile_row, tile_column;

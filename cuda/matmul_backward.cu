@@ -1,7 +1,8 @@
 // The gradients of y = x W^T + bias: of x, of W, of the bias. Deterministic: every output is one chain, as in `matmul.cu`.
 #include "matmul.cuh"
 
-// Values of a chain in a whole number of slices of both families: both take the same steps, also over zeros.
+// The length of a chain rounded up to a whole number of slices of both families: both have the same steps, also over
+// zeros.
 #define CHAIN 64
 
 //                    rows columns depth warps stages; shared memory; blocks on an SM of an A100 (164 KiB)
@@ -11,7 +12,7 @@ template <bool RAGGED> using InputBroad = Tile<128, 256, 32, 2, 4, 4, ALONG, ACR
 using Weight64 = Tile<64, 64, 64, 2, 2, 5, ACROSS, ACROSS>;                                  // 80 KiB, 2
 using Weight128 = Tile<128, 128, 32, 2, 2, 4, ACROSS, ACROSS>;                               // 64 KiB, 2 (registers)
 using WeightBroad = Tile<128, 256, 32, 2, 4, 4, ACROSS, ACROSS>;                             // 96 KiB, 1 (registers)
-// Of an H200 (227 KiB), as in matmul.cu.
+// For an H200 (227 KiB), as in matmul.cu.
 template <bool RAGGED> using WideInput128 = Tile<128, 128, 64, 8, 1, 6, ALONG, ACROSS, RAGGED>;  // 192 KiB, 1
 template <bool RAGGED> using WideInput256 = Tile<256, 128, 64, 16, 1, 4, ALONG, ACROSS, RAGGED>; // 192 KiB, 1
 using WideWeight128 = Tile<128, 128, 64, 8, 1, 6, ACROSS, ACROSS>;                               // 192 KiB, 1

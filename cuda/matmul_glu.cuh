@@ -1,13 +1,15 @@
-// One tile of y = act(gate) up, of the products gate = a Wgate^T and up = a Wup^T: gate and up do not go through memory.
+// One tile of y = act(gate) up, with gate = a Wgate^T and up = a Wup^T: gate and up are not written to memory.
 //
-// Of the tile's columns, half are gate's and half are up's: each warp has RUN of one, then RUN of the other. So a lane has the gate
-// and the up of an output side by side. But for where lines of W come from, it is the product with one W that holds both: it has the
-// same blocks, slices and steps, and gate and up, rounded to bf16, have the same bits (tile.cuh).
+// Half of the tile's columns are gate's and half are up's: each warp has RUN of one, then RUN of the other. So a lane
+// has the gate and the up of an output side by side. Except for the source of W's rows, it equals the GEMM with one W
+// that contains both: blocks, slices and steps are the same, and gate and up, rounded to bf16, have the same bits
+// (tile.cuh).
 #pragma once
 #include "matmul.cuh"
 #include "glu.cuh"
 
-// As Copier, of two operands of one shape, ALONG: RUN lines of the first, RUN of the second, the next RUN of the first, and so on.
+// Like Copier, with two operands of one shape, ALONG: RUN lines of the first, RUN of the second, the next RUN of the
+// first, ...
 template <class SLICE, int THREADS, int RUN> struct PairCopier {
     static constexpr int OVER = SLICE::CHUNKS < 8 ? SLICE::CHUNKS : 8, DOWN = THREADS / OVER;
     static_assert(SLICE::CHUNKS % OVER == 0 && SLICE::LINES % DOWN == 0 && DOWN % 8 == 0, "threads share a slice evenly");
@@ -57,7 +59,7 @@ template <class TILE> struct Halved : TILE {
     static constexpr int COLUMNS = TILE::COLUMNS / 2, WARP_COLUMNS = TILE::WARP_COLUMNS / 2, MMA_OVER = TILE::MMA_OVER / 2;
 };
 
-// Two neighbouring sums with their biases, from `column` on, as they would go to memory.
+// Two neighbouring sums with their biases, from `column` on, rounded as in memory.
 DEVICE u32 finished(float first, float second, const bf16* bias, int column, int columns) {
     if (bias && column < columns) first += load(bias + column);
     if (bias && column + 1 < columns) second += load(bias + column + 1);

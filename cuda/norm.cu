@@ -10,7 +10,7 @@ KERNEL __launch_bounds__(256) norm_squares(const float* x, double* sums, u64 fir
     if (block >= blocks) return;
     u64 end = (block + 1) * values < len ? (block + 1) * values : len, at = block * values + lane_id();
     double sum = 0.0;
-    // Loads run ahead of the chain of sums.
+    // Loads are started ahead of the chain of sums.
     for (; at + 7 * WARP < end; at += 8 * WARP) {
         float ahead[8];
 #pragma unroll

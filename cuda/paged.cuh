@@ -14,15 +14,15 @@ struct Sequence {
     i32 past, tokens, row, blocks;
 };
 
-// One head of one sequence in the cache: the pages of the sequence, and where the head lies in each.
+// One head of one sequence in the cache: the pages of the sequence, and the offset of the head in each.
 struct Head {
     const u32* blocks;
     u32 offset;
 };
 
-// The pages of the keys from `first`, the start of a page, on: that of lane l is the l-th, where it begins before `end`. Keys and
-// values lie in pages of the same numbers. Read before there is work, so that no copy waits for the table; and as they are handed
-// from lane to lane where they are used, the compiler forms no address of them, and so waits for none, before that.
+// The pages of the keys from `first`, the start of a page, on: lane l has the l-th if it begins before `end`. Keys and
+// values are in pages of the same numbers. They are read early, so that no copy waits for the table. Lanes exchange
+// them at their use, so the compiler computes no address from them, and waits for none, before that.
 DEVICE u32 pages_of(const Head& head, int first, int end) {
     const int key = first + lane_id() * PAGE;
     return head.blocks[(u32)(key < end ? key : end - 1) / PAGE];
@@ -44,7 +44,7 @@ DEVICE void load_tile(bf16* tile, const bf16* cache, u32 kv_heads, const Head& h
     for (int p = 0; p < ROWS / PAGE; p++) page[p] = cache + (start_of<E>(shuffle(pages, p), kv_heads) + own);
     if (column >= E / 8) return;
     tile += row * Tile<E>::STRIDE + column * 8;
-    // Rows that are there, from this thread's first on.
+    // Existing rows, from this thread's first on.
     const int count = end - first - row;
 #pragma unroll
     for (int i = 0; i < ROWS; i += STEP) {
@@ -52,7 +52,7 @@ DEVICE void load_tile(bf16* tile, const bf16* cache, u32 kv_heads, const Head& h
     }
 }
 
-// What all blocks of a launch know.
+// The parameters that all blocks of a launch share.
 struct Paged {
     const bf16 *q, *keys, *values;
     bf16* o;
@@ -61,11 +61,11 @@ struct Paged {
     // (sequence, first row) of each tile
     const i32* tiles;
     i32 kv_heads, group, window;
-    // of scores, log2(e) folded in
+    // the scale of scores times log2(e)
     float scale;
 };
 
-// The parameters of a kernel, and what its blocks know of them.
+// The parameters of a kernel, and the values that its blocks compute from them.
 #define PAGED_PARAMETERS                                                                                              \
     const bf16 *q, const bf16 *keys, const bf16 *values, bf16 *o, const i32 *sequences, const u32 *blocks,            \
         const i32 *tiles, i32 kv_heads, i32 group, i32 window, float scale
@@ -74,21 +74,21 @@ struct Paged {
 // Rows of one sequence under one key/value head: row r is head r % group of token r / group.
 struct Work {
     Sequence sequence;
-    // The first row, and how many there are.
+    // The first row and the number of rows.
     i32 row, rows;
     i32 group, heads, kv_head, window;
-    // The keys that any row sees, from the start of a block on.
+    // The keys that are visible to any row, from the start of a block on.
     i32 first, end;
 };
 
-// The keys from .. to that a row sees.
+// The visible keys from .. to of a row.
 DEVICE int last_key(const Work& work, int row) { return work.sequence.past + row / work.group + 1; }
 DEVICE int first_key(const Work& work, int row) {
     int to = last_key(work, row);
     return to < work.window ? 0 : to - work.window;
 }
 
-// The row of the sequence that a row of the tile computes: the last one also in place of rows after it.
+// The sequence's row for a row of the tile. Rows beyond the end repeat the last one.
 DEVICE int clamped_row(const Work& work, int r) { return work.row + (r < work.rows ? r : work.rows - 1); }
 
 DEVICE KeyRange key_range(const Work& work, int r) {
@@ -96,14 +96,14 @@ DEVICE KeyRange key_range(const Work& work, int r) {
     return KeyRange{{first_key(work, low), first_key(work, high)}, {last_key(work, low), last_key(work, high)}};
 }
 
-// Where a row lies in q and o, in units of head dims.
+// The offset of a row in q and o, in units of head dims.
 DEVICE u64 place(const Work& work, int row) {
     u64 token = work.sequence.row + row / work.group;
     return token * work.heads + work.kv_head * work.group + row % work.group;
 }
 
-// The work of a block of threads: a tile of up to `rows_max` rows, under the key/value head blockIdx.y. Its keys begin at a
-// multiple of KEYS: a kernel that takes several blocks of keys at once meets the ends of runs at the end of its stages.
+// The work of a block of threads: a tile of up to `rows_max` rows of the key/value head blockIdx.y. Its keys begin at a
+// multiple of KEYS, so if a kernel processes several blocks of keys at once, runs end at the end of its stages.
 template <int E, int KEYS = Block<E>::KEYS> DEVICE Work work_of(const Paged& paged, int tile, int rows_max) {
     Work work;
     work.sequence = paged.sequences[paged.tiles[2 * tile]];

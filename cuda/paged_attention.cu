@@ -10,7 +10,8 @@
 
 #define WARPS (THREADS / WARP)
 
-// Keys and values under way. Four blocks of threads fit an SM: 35 KiB each where rows are long, and 128 registers a thread.
+// Keys and values in flight. Four blocks of threads fit an SM: 35 KiB each if rows are long, and 128 registers per
+// thread.
 template <int E> struct Stage {
     // Blocks of keys.
     static constexpr int BLOCKS = E > 64 && E <= 128 ? 1 : 2;
@@ -26,7 +27,7 @@ template <int BLOCKS> struct Exchange {
     Eight p[BLOCKS][4][WARP];
 };
 
-// The scores of this warp's block of a stage; their maxima go to the other warps.
+// Computes the scores of this warp's block of a stage, and shares their maxima with the other warps.
 template <int E, int N, class EXCHANGE>
 DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf16* keys, int first,
                           const KeyRange& key_range, EXCHANGE* exchange) {
@@ -41,7 +42,7 @@ DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf1
     }
 }
 
-// Probabilities of this warp's block, for the maximum that its rows have there.
+// Probabilities of this warp's block, relative to the rows' maximum there.
 template <int N, class EXCHANGE>
 DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float scale, EXCHANGE* exchange) {
     int warp = warp_id(), lane = lane_id();
@@ -55,7 +56,7 @@ DEVICE void decode_probabilities(float (&s)[N][4], float low, float high, float 
     }
 }
 
-// Joins a run to those before it, and begins the next one with nothing.
+// Combines a run with the earlier ones, and resets the state for the next one.
 template <int PAIRS>
 DEVICE void end_run(float (&before)[PAIRS][2][4], Running& past, float (&o)[PAIRS][2][4], Running& row, float scale) {
     Join both[2];
@@ -85,7 +86,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
     Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
     const Head head = head_of<E>(paged, work);
     KeyRange seen = key_range(work, r);
-    // The result of the run that is walked, and that of the runs before.
+    // The result of the current run, and that of the earlier runs.
     Running row = running(), past = running();
     float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};
     u32 pages = pages_of(head, work.first, work.end);

@@ -1,18 +1,18 @@
 // paged_prefill_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
 // Many rows (token, head of the group) of a sequence: a prompt, or a part of it after cached tokens. A launch covers
-// the run of keys from .. to. If rows see several runs, there is a launch for each, ascending; between them rows lie in
-// `before`.
+// the run of keys from .. to. If rows have several runs, there is a launch for each, ascending. Between launches, rows
+// are in `before`.
 // q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
 // blocks u32: pages of all sequences, one after the other
 // grid (tiles, g), block 128: 128 rows (E = 256: 64), which share the copies from the cache. While scores are computed
 // values are copied, and the other way round.
-// before (t, h, E + 8) f32: columns, maximum, sum; unread where no row sees keys of two runs
+// before (t, h, E + 8) f32: columns, maximum, sum; unread if no row has keys of two runs
 // needs sm_80, dynamic shared memory: the rows of q, a block of keys and one of values
-// roofline 4 E flops a row and key that it sees
+// roofline 4 E flops for each pair of a row and a visible key
 #include "paged.cuh"
 
-// Rows of a warp, in sixteens, and of a block. Two sixteens share what a warp loads from shared memory; for E = 256 the
-// result of one fills the registers.
+// Rows of a warp in units of 16, and rows of a block. Two units share the warp's loads from shared memory. For E = 256
+// the result of one fills the registers.
 template <int E> struct Rows {
     static constexpr int M = E <= 128 ? 2 : 1;
     static constexpr int WARP_ROWS = 16 * M;
@@ -48,7 +48,8 @@ template <int E, int M, int N> DEVICE void scores(float (&s)[M][N][4], const bf1
     }
 }
 
-// Scores of a block to probabilities, for the maxima that its rows have there, and what is before decayed by.
+// Turns scores of a block into probabilities relative to the rows' maxima there, and computes the decay of earlier
+// sums.
 template <int N> DEVICE void take_block(Running& row, float (&decay)[2], float (&s)[N][4], float scale) {
     float max[2];
     maxima(max, s);
@@ -81,7 +82,7 @@ DEVICE void add_block(float (&o)[M][E / 8][4], const u32 (&p)[M][K][4], const bf
     }
 }
 
-// The ends of the keys that the warp's first row and last row see. They begin a window earlier.
+// The ends of the visible keys of the warp's first and last row. The keys begin a window earlier.
 struct Reach {
     int top, bottom;
 };
@@ -92,7 +93,8 @@ DEVICE Reach reach(const Work& work, int base, int rows) {
     return Reach{last_key(work, clamped_row(work, base)), last_key(work, clamped_row(work, base + rows - 1))};
 }
 
-// Whether the rows of a tile are done when they are joined to the runs before; else they go to `before`, too.
+// Combines the rows of a tile with the earlier runs. Returns whether they are finished; otherwise they are stored in
+// `before`.
 template <int E, int M>
 DEVICE bool end_run(float (&o)[M][E / 8][4], Running (&row)[M], const Work& work, int r, i32 from, i32 to, float* before,
                     float scale) {

@@ -1,6 +1,6 @@
-// Decode for few sequences with long contexts, where a block of threads for each sequence and head would leave most of the
-// GPU idle. Scores are cut by keys, results by columns and by runs, at whose ends all kernels cut a row (key_segments.cuh); within a run
-// a block of threads walks the keys in order. Where rows see several runs, a third kernel joins them.
+// Decode for few sequences with long contexts. One block of threads per sequence and head would leave most of the GPU
+// idle, so scores are split by keys, and results by columns and by runs (key_segments.cuh). Within a run, a block of
+// threads processes the keys in order. If rows have several runs, a third kernel combines them.
 //
 // Estimated, not yet run on a GPU: 100,000 keys of one sequence, E = 128, g = 8, groups of 4, on 108 SMs that copy 1.7 TB/s.
 //   keys and values, read once: 410 MB, 241 us: what 100 % would be
@@ -76,7 +76,7 @@ template <int E> struct Columns {
     static constexpr int TILE = ROWS * STRIDE;
 };
 
-// The exchange from the warps that make probabilities to the warps that add values, in turns of two.
+// The buffers from the warps that compute probabilities to the warps that add values: two, used alternately.
 struct Handed {
     Eight p[BLOCKS][4][WARP];
     float sum[BLOCKS][2][WARP];
@@ -99,7 +99,7 @@ DEVICE void load_columns(bf16* tile, const bf16* cache, u32 kv_heads, const Head
     }
 }
 
-// A block of scores as it comes from memory; rows that are not there are 0.
+// A block of scores in memory; rows beyond the end are 0.
 template <int N>
 DEVICE void load_scores(float (&s)[N][4], float (&max)[BLOCKS][2], const Scratch& scratch, int rows, int stage) {
     int lane = lane_id(), r = lane / 4, block = stage * BLOCKS + warp_id() % BLOCKS;
@@ -118,7 +118,7 @@ DEVICE void load_scores(float (&s)[N][4], float (&max)[BLOCKS][2], const Scratch
     }
 }
 
-// Probabilities of this warp's block of a stage, and what its rows are decayed by.
+// Probabilities of this warp's block of a stage, and the decay of its rows.
 template <int N>
 DEVICE void hand_over(Handed* handed, float (&s)[N][4], const float (&max)[BLOCKS][2], Running& row, float scale) {
     int lane = lane_id(), own = warp_id() % BLOCKS;
@@ -169,7 +169,8 @@ template <int E> DEVICE void take_over(const Handed* handed, Running& row, float
     }
 }
 
-// What rows have of a run, for the kernel that joins runs: columns and sums from warps that add, maxima from one that makes.
+// Writes the rows' state of a run for the combining kernel: columns and sums from warps that add values, maxima from
+// one that computes probabilities.
 template <int E>
 DEVICE void leave_part(const Scratch& scratch, const Work& work, i32 run, int column, const Running& row,
                        const float (&o)[4]) {
@@ -188,7 +189,7 @@ DEVICE void leave_part(const Scratch& scratch, const Work& work, i32 run, int co
     }
 }
 
-// Four warps add a stage of values while four others make the probabilities of the next one.
+// Four warps add a stage of values while four others compute the probabilities of the next one.
 template <int E>
 DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch, i32 run) {
     using C = Columns<E>;
@@ -272,7 +273,7 @@ KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256,
 #define JOINED 4
 #define AHEAD 8
 
-// paged_join  o = the runs of decoding tiles, joined; rows of one run are done before
+// paged_join  o = the combined runs of decoding tiles; rows with one run are already finished
 // as paged_values_E, which comes before; dim: E
 // grid (tiles, g, ceil(rows_max dim / 512)), block 128, four columns a thread
 // needs sm_80
@@ -292,7 +293,7 @@ KERNEL __launch_bounds__(128) paged_join(PAGED_PARAMETERS, const float* parts, i
         Both of_row[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            // A run of nothing changes nothing.
+            // An empty run changes nothing.
             part[i] = Four{{0.0f, 0.0f, 0.0f, 0.0f}}, of_row[i] = Both{{LOWEST, 0.0f}};
             if (run + i >= count) continue;
             part[i] = *(const Four*)(parts + (run + i) * step + column);

@@ -1,7 +1,7 @@
-// Sums of what the ranks of a group sent, in one order for every element.
+// Sums of the values that the ranks of a group sent, in one order for every element.
 #include "eight.cuh"
 
-// Parts that are on their way at once: the sum itself is one chain.
+// Parts that are loaded at once: the sum itself is one chain.
 #define PARTS_AHEAD 4
 
 template <class T> DEVICE const T* part_at(const T* x, const T* parts, u64 stride, int rank, int r) {
@@ -65,7 +65,7 @@ KERNEL __launch_bounds__(256) rank_sum_bf16(bf16* x, const bf16* parts, u64 stri
 KERNEL __launch_bounds__(256) rank_tree_f32(float* x, const float* parts, u64 stride, i32 rank, i32 ranks, u64 len) {
     u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= len) return;
-    // Sums of 1, 2, 4 ... parts that wait for their other half, as the bits of the number of parts that have come.
+    // Pending sums of 1, 2, 4 ... parts, one for each bit of the number of parts so far.
     float waiting[TREE_LEVELS];
 #pragma unroll
     for (int level = 0; level < TREE_LEVELS; level++) waiting[level] = 0.0f;

@@ -4,7 +4,7 @@
 // Eights of a group that a thread holds at most.
 #define FORWARD_HELD 2
 
-// What a thread sums of its eight values, in their order.
+// A thread's sum over its eight values, in their order.
 DEVICE float squares_of(const Eight& eight) {
     float x[8], sum = 0.0f;
     widen(eight, x);
@@ -22,7 +22,7 @@ DEVICE Eight scaled(const Eight& x, const Eight& w, float scale) {
     return narrow(a);
 }
 
-// A block a group. Its values and those of w are on their way before the sum needs them, and are read once.
+// One block per group. Its values and those of w are loaded before the sum needs them, and are read once.
 DEVICE void forward_wide(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n, float* room) {
     u64 start = (u64)blockIdx.x * n;
     Eight held[FORWARD_HELD], weights[FORWARD_HELD];
@@ -115,7 +115,7 @@ DEVICE float products_of(const Eight& x, const Eight& w, const Eight& dy) {
     return sum;
 }
 
-// A block walks its groups in order; thread and column stay together, so dw grows in registers.
+// A block processes its groups in order. Each thread keeps its columns, so dw is accumulated in registers.
 template <int HELD>
 DEVICE void backward_wide(const bf16* x, const bf16* w, const float* rstd, const bf16* dy, bf16* dx, float* parts, i32 n,
                           float over_n, u32 groups, u32 each, float* room) {

@@ -1,19 +1,20 @@
-// Turning of heads by the angles of their rows' positions (rope.cu), in place or on their way to the cache (kv_cache.cu).
+// Rotation of heads by the angles of their rows' positions, in place (rope.cu) or while they are written to the cache
+// (kv_cache.cu).
 #pragma once
 #include "eight.cuh"
 
-// Heads that share what a thread reads of the table.
+// Heads that share a thread's loads from the table.
 #define ROPE_HEADS 4
 
-// Where a head is read and where it goes, turned or as it is; from null: nowhere.
+// The source and the destination of a head, and whether it is rotated; a null source: nothing is done.
 struct Turn {
     const bf16* from;
     bf16* to;
     bool turns;
 };
 
-// Of each of `t` rows `heads` heads of 2 half values, as `turn_of(row, head)` says: (x[i], x[i + half]) turned by the angle of the
-// row's position, by its opposite where sign is -1. A thread has eight pairs of four heads.
+// Rotates `heads` heads of 2 half values in each of `t` rows, as described by `turn_of(row, head)`: (x[i], x[i + half])
+// by the angle of the row's position, or by its opposite if sign is -1. A thread has eight pairs of four heads.
 template <class OF>
 DEVICE void turn_heads(const u32* positions, const float* cos, const float* sin, float sign, u32 t, u32 heads, u32 half,
                        OF turn_of) {

@@ -2,7 +2,7 @@
 #pragma once
 #include "eight.cuh"
 
-// Rows that are on their way at once: a token may come a thousand times, and its sum is one chain.
+// Rows that are loaded at once: a token may occur a thousand times, and its sum is one chain.
 #define ROWS_AHEAD 8
 
 // to[destination][at..at + 8] += its rows of `from`, one after another in f32, rounded where `to` is bf16 once. Block x is

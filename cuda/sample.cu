@@ -37,7 +37,7 @@ DEVICE int filter_and_draw(Kept& row, const Params& params, float uniform, const
         }
         row.cut = cut.e;
         row.last = cut.last;
-        // Who read the tiles has met the block since, in `nucleus`.
+        // All reads of the tiles are before a barrier in `nucleus`.
         sum_tiles(row, room.tiles);
     }
     double total = total_of(room.tiles, tiles);

@@ -180,8 +180,7 @@ struct Bracket {
     double before, target;
 };
 
-// How many of a count that each thread has are those of lower threads, and how many there are. The block must meet before
-// `counts` is used again.
+// The sum of the counts of lower threads, and of all threads. A barrier is needed before `counts` is used again.
 struct Place {
     int lower, all;
 };
@@ -215,8 +214,8 @@ DEVICE void sort(u64* x, int n) {
     SYNC_BLOCK();
 }
 
-// The borders below leave `found` to be read: the block must meet before it is used again, as it does in `sum_tiles`,
-// which follows each border, and in `place_of`, with which each begins.
+// The borders below leave `found` to be read: a barrier is needed before it is used again. `sum_tiles`, which follows
+// each border, has one, and so has `place_of`, with which each begins.
 
 // The border among at most CANDIDATES tokens: sorted.
 template <class T> DEVICE Border border_by_sorting(T tokens, int v, Bracket in, const SampleRoom& room) {
@@ -348,7 +347,7 @@ DEVICE int draw(const Kept& row, double target, const SampleRoom& room) {
     const float* tiles = room.tiles;
     Crossing tile = cross([&](int i) { return tiles[i]; }, (row.v + TILE - 1) / TILE, 0.0, target, false);
     int start = tile.at * TILE, n = row.v - start < TILE ? row.v - start : TILE;
-    // Every warp finds the same; the e of the tile replace the candidates.
+    // Every warp finds the same tile. Its e replace the candidates.
     float* e = (float*)room.candidates;
     if ((int)threadIdx.x < n) e[threadIdx.x] = e_at(row, start + threadIdx.x);
     SYNC_BLOCK();

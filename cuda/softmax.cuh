@@ -14,14 +14,14 @@
 // Below this, 2^d is taken for 0.
 #define LOWEST_POWER -150.0f
 
-// Of some of a row's z = logit * inverse_temperature: the largest; a whole number that no z log2(e) exceeds by more than a
-// rounding; sum 2^(z log2(e) - reference); sum of the same times its exponent.
+// Statistics of a part of a row, with z = logit * inverse_temperature: the largest z; a whole number that no z log2(e)
+// exceeds by more than a rounding; sum 2^(z log2(e) - reference); sum of the same times its exponent.
 struct alignas(16) Part {
     float max, reference, sum, dot;
 };
 
-// Of a whole row, as the CPU's `RowStats`: max z; sum exp(z - max); sum exp(z - max) (z - max); and the target's logit, 0
-// where the target is in another part of the vocabulary.
+// Statistics of a whole row, like the CPU's `RowStats`: max z; sum exp(z - max); sum exp(z - max) (z - max); and the
+// target's logit, 0 if the target is in another part of the vocabulary.
 struct alignas(16) Stats {
     float max, sum_exp, dot, target;
 };
@@ -147,7 +147,7 @@ template <class T> DEVICE Stats row_stats(const T* row, int v, float inverse_tem
     return stats;
 }
 
-// ---- what is read off the statistics; the formulas of `RowStats` ----
+// ---- values computed from the statistics; the formulas of `RowStats` ----
 
 DEVICE float logprob_of(float logit, float inverse_temperature, const Stats& stats) {
     return times(logit, inverse_temperature) - stats.max - logf(stats.sum_exp);
@@ -155,7 +155,8 @@ DEVICE float logprob_of(float logit, float inverse_temperature, const Stats& sta
 
 DEVICE float entropy_of(const Stats& stats) { return logf(stats.sum_exp) - stats.dot / stats.sum_exp; }
 
-// exp(x) with the bits of the CPU's (`src/device/cpu/exp.rs`, after Cephes expf), for what both must decide alike.
+// exp(x) with the bits of the CPU's (`src/device/cpu/exp.rs`, after Cephes expf), for decisions that must be equal on
+// both.
 DEVICE float exp_as_cpu(float x) {
     x = x < -105.0f ? -105.0f : x;
     x = x > 89.0f ? 89.0f : x;

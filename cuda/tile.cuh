@@ -1,10 +1,10 @@
-// A tile of a product on tensor cores: its operands' slices in shared memory, and the loop over them. c(r, j) = sum_s a(r, s)
-// b(j, s), bf16 factors, f32 sums.
+// A tile of a GEMM on tensor cores: its operands' slices in shared memory, and the loop over them. c(r, j) = sum_s a(r,
+// s) b(j, s), bf16 factors, f32 sums.
 //
 // The bitwise guarantee: each output is one chain of mma instructions of 16 values of s each, ascending from 0.
-// Whatever the tile's shape, an output is made of the same instructions with the same factors in the same places: rows
-// of c are always the rows of an mma, columns its columns. So neither the family of tiles nor the row's place can show
-// in its bits.
+// For every tile shape, an output comes from the same instructions with the same factors in the same positions: rows
+// of c are always the rows of an mma, columns its columns. So its bits depend neither on the family of tiles nor on the
+// row's position.
 //
 // A block's operands come in slices of DEPTH values of s, by asynchronous copies into a ring of STAGES stages; there is one
 // barrier per slice. Fragments of the next step are loaded while the tensor cores work on this one; or four warps hand whole
@@ -12,7 +12,7 @@
 #pragma once
 #include "common.cuh"
 
-// How an operand lies in memory: ALONG is [row][s], ACROSS is [s][row].
+// The layout of an operand in memory: ALONG is [row][s], ACROSS is [s][row].
 enum Lies { ALONG, ACROSS };
 
 // A matrix in memory: `lines` of `width` values, `stride` apart (a multiple of 8; the address is aligned to 16).
@@ -57,8 +57,8 @@ template <int ROWS, int DEPTH, Lies LIES> struct Slice {
 // Copies slices of one operand, one after the other. Eight neighboring threads (four if a line has no more) copy
 // neighboring chunks of a line, so that 128 bytes are read in one piece. Values outside the matrix are zero.
 //
-// A thread's lines are a multiple of 8 apart: all its chunks are turned alike, so one place and one address, each with
-// constant steps, name them all.
+// A thread's lines are a multiple of 8 apart: all its chunks have the same permutation, so one offset and one address
+// with constant steps describe them all.
 //
 // RAGGED: the width need not be a multiple of 8, and values between width and stride may be anything, also NaN: the
 // chunk at the end of a line is put together value by value.
@@ -116,25 +116,27 @@ template <class SLICE, int THREADS, bool RAGGED> struct Copier {
 
 // ---- the tile ----
 
-// A block's tile: ROWS x COLUMNS of c, slices of DEPTH, DOWN x OVER warps (each owns its own outputs), STAGES slices under way.
+// A block's tile: ROWS x COLUMNS of c, slices of DEPTH, DOWN x OVER warps (each with its own outputs), STAGES slices in
+// flight.
 template <int ROWS_, int COLUMNS_, int DEPTH_, int DOWN, int OVER_, int STAGES_, Lies A_LIES = ALONG, Lies B_LIES = ALONG,
           bool RAGGED = false>
 struct Tile {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, DEPTH = DEPTH_, OVER = OVER_, STAGES = STAGES_;
     static constexpr int THREADS = DOWN * OVER * WARP;
-    // Of a warp.
+    // Sizes of a warp's part.
     static constexpr int WARP_ROWS = ROWS / DOWN, WARP_COLUMNS = COLUMNS / OVER;
     static constexpr int MMA_DOWN = WARP_ROWS / 16, MMA_OVER = WARP_COLUMNS / 8;
     static constexpr int STEPS = DEPTH / 16;
     static constexpr Lies LIES_A = A_LIES, LIES_B = B_LIES;
-    // Whether each four warps have 64 rows and all columns, as wgmma works.
+    // Whether each group of four warps has 64 rows and all columns, as wgmma requires.
     static constexpr bool IS_WIDE = OVER == 1 && WARP_ROWS == 16 && DOWN % 4 == 0 && DEPTH == 64;
     using A = Slice<ROWS, DEPTH, A_LIES>;
     using B = Slice<COLUMNS, DEPTH, B_LIES>;
     using CopierA = Copier<A, THREADS, RAGGED>;
     using CopierB = Copier<B, THREADS, false>;
     static constexpr int STAGE_BYTES = A::BYTES + B::BYTES;
-    // A warp's strip of 16 rows of sums, on their way out: f32, lines longer by 8 so that neighbours meet different banks.
+    // A warp's strip of 16 rows of sums before they are written: f32, lines padded by 8 so that neighbours use
+    // different banks.
     static constexpr int OUT_LINE = WARP_COLUMNS + 8, OUT_FLOATS = 16 * OUT_LINE;
     static_assert(OUT_FLOATS * 4 * DOWN * OVER <= STAGE_BYTES * STAGES, "strips fit where slices were");
     static_assert(STEPS % 2 == 0 && MMA_OVER % 2 == 0 && MMA_DOWN * 16 * DOWN == ROWS, "whole mma, steps in pairs");
@@ -196,7 +198,7 @@ DEVICE void multiply_slices_wide(u8* shared, typename TILE::CopierA& from_a, typ
     static_assert(TILE::DEPTH * 128 == WGMMA_BLOCK && (!B_ACROSS || TILE::COLUMNS % 64 == 0), "blocks of 64 rows");
 #pragma unroll
     for (int i = 0; i < STAGES - 2; i++) copy_slices<TILE>(shared + i * TILE::STAGE_BYTES, from_a, from_b, i < slices);
-    // The 64 rows of these four warps are a block of their own, however they lie.
+    // The 64 rows of these four warps are a separate block in either layout.
     const u8* a = shared + warp_id() / 4 * WGMMA_BLOCK;
     const u8* b = shared + TILE::A::BYTES;
     int read = 0, write = STAGES - 2;
@@ -243,7 +245,7 @@ DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename
     for (int slice = 0; slice < slices; slice++) {
 #pragma unroll
         for (int step = 0; step < TILE::STEPS; step++) {
-            // Before its last step: the next slice is there, and nobody reads the slice before this one any more.
+            // Before its last step: the next slice has arrived, and no warp reads the previous slice any more.
             if (step == TILE::STEPS - 1) {
                 copy_wait<TILE::STAGES - 2>();
                 SYNC_BLOCK();
@@ -257,6 +259,6 @@ DEVICE void multiply_slices(u8* shared, typename TILE::CopierA& from_a, typename
             multiply(sums, fragments[step % 2]);
         }
     }
-    // All copies have landed; the last fragments, which nobody uses, have been read.
+    // All copies have completed, and the last, unused fragments have been read.
     SYNC_BLOCK();
 }

@@ -1,7 +1,7 @@
 // values[t] = sum_d h[t][d] w[d]
 #include "eight.cuh"
 
-// Eights of a thread that are on their way at once.
+// Groups of eight values that a thread loads at once.
 #define VALUE_AHEAD 4
 
 // value_head_forward  values[t] = sum over d of h[t][d] w[d]
