@@ -69,7 +69,7 @@ impl Talk {
             failed = std::mem::replace(&mut failed, Ok(())).and(written);
         };
         let mut drawn = |_: usize, token: u32| {
-            // Special tokens are no text.
+            // Special tokens have no text.
             if tokenizer.decode(&[token], true).is_ok_and(|text| !text.is_empty()) {
                 shown(decoder.push(tokenizer, token));
             }

@@ -1,5 +1,5 @@
-//! The kinds of jobs: the only list of methods that the configuration has. A method says here what it needs from the
-//! rest of a job; `train::methods` has the methods themselves.
+//! The kinds of jobs: the only list of methods that the configuration has. Here each method declares its requirements
+//! for the rest of a job; `train::methods` has the methods themselves.
 
 pub mod distill;
 pub mod eval;

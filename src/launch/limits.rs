@@ -114,7 +114,7 @@ pub fn check_sampling(
     }
     let response = rollout::new_tokens_max(config, prompt, arch.context);
     let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes(dtype);
-    // 0 bytes: the cache takes what it needs.
+    // 0 bytes: the cache has no limit of its own.
     if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
         return Ok(());
     }

@@ -124,8 +124,8 @@ fn end_where_file_shrank(address: usize) {
     if path.is_null() {
         return;
     }
-    // SAFETY: the name ends with a zero byte and lives as long as the map, which somebody reads just now; the calls are
-    // those that a handler may make.
+    // SAFETY: the name ends with a zero byte and lives as long as the map, which the failed access holds; a handler may
+    // make these calls.
     unsafe {
         let print = |text: *const c_char| libc::write(2, text.cast(), libc::strlen(text));
         print(c"error: ".as_ptr());

@@ -123,8 +123,8 @@ impl Pages {
     /// may reuse their memory. An access brings the contents back. Does nothing for anonymous pages.
     pub fn evict(&self) {
         let Some(file) = &self.file else { return };
-        // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents, also for those
-        // who read meanwhile.
+        // SAFETY: the run is a shared map of the file, so that dropping its pages keeps their contents, also for
+        // concurrent readers.
         unsafe { libc::madvise(self.start.as_ptr().cast(), self.bytes, libc::MADV_DONTNEED) };
         // SAFETY: begins to write dirty pages of our own file; it changes no contents.
         unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };

@@ -139,7 +139,7 @@ impl ShardWriter {
             facts.insert((*suffix).to_owned(), FileHash::from_file(&file.path)?);
         }
         let sidecar = self.sidecar(known, facts);
-        // Without `.idx` there is no shard, so it is removed first and renamed last.
+        // A shard exists only with its `.idx`, so that file is removed first and renamed last.
         for suffix in [".idx", ".json"] {
             let path = file_of(&self.prefix, suffix);
             match fs::remove_file(&path) {

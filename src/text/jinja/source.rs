@@ -169,7 +169,7 @@ impl<'a> Block<'a> {
     }
 
     fn write(mut self, start: usize, out: &mut String) {
-        // Insertions after a token stand before the replacement of the next one.
+        // Insertions after a token precede the replacement of the next one.
         self.edits.sort_by_key(|(from, to, _)| (*from, from != to));
         let mut at = start;
         for (from, to, text) in &self.edits {

@@ -23,7 +23,7 @@ pub(super) fn run(bench: &Bench) -> Result<()> {
     let arch = llama(n(32000, 64), widths, n(32, 1), [heads, heads], 1024);
     let table = Arc::new(ParamTable::on(Device::Cuda, &arch, Head::LanguageModel, TensorPart::whole()));
     let transformer = Transformer::for_axes(&arch, &table, &Axes::one());
-    // Of the embedding only the token's row is read.
+    // Only the token's row of the embedding is read.
     let read = table.parameters() - arch.vocabulary * arch.width;
     if !bench.has_room("decode 7B", 2 * table.parameters() + CACHE_BYTES) {
         return Ok(());

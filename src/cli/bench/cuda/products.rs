@@ -9,7 +9,7 @@ use crate::tensor::DType::{Bf16, F32};
 pub(super) fn run(bench: &Bench) {
     let (n, k) = (bench.n(11008), bench.n(4096));
     let large = bench.n(8192);
-    // Of a layer: out of the attention, into the MLP and back from it.
+    // The GEMMs of a layer: the output of the attention, and the two directions of the MLP.
     for (m, (n, k)) in
         [1, 16, 32, 64, 128, 512, large].into_iter().flat_map(|m| [(k, k), (n, k), (k, n)].map(|nk| (m, nk)))
     {
