@@ -24,7 +24,7 @@ FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3"]
 CASES = [(True, 1.0, 1.0), (False, 1.0, 1.0), ("never", 1.0, 1.0), (True, -0.5, 1.0), (False, 0.0, 1.2), ("never", 2.0, 1.2)]
 EDITED = (False, 1.0, 1.3)
 BEAMS, NEW = 4, 20
-# Of the 131 tokens enough for some responses to end.
+# Enough of the 131 tokens that some responses end.
 ENDS = [2, 31, 57, 90]
 LENGTHS = [17, 40, 1, 5, 9, 26, 31, 64]
 

@@ -194,7 +194,7 @@ fn bars_show_the_progress_of_a_phase_on_a_terminal() {
     banner(&mut terminal, &[]);
     let bar = terminal.phase("rollout", 32);
     bar.set_position(16);
-    // Another thread draws the bar.
+    // Another thread prints the bar.
     for _ in 0..600 {
         if shown.text().contains("16/32") {
             break;

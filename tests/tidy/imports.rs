@@ -121,7 +121,7 @@ impl Tree {
         Some([&at[..], rest].concat())
     }
 
-    /// The files on a path from the root: the one that defines the item, and those that re-export it. None if a whole
+    /// The files on a path from the root: the one that defines the item, and all that re-export it. None if a whole
     /// module is imported.
     fn targets(&self, path: &[String], is_import: bool) -> Vec<&str> {
         let mut at = Vec::new();
