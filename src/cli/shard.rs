@@ -160,7 +160,7 @@ pub fn run(args: &Args) -> Result<()> {
     if args.chat_template {
         tokenizer.warn_of_turn_end(&args.chat_template_args);
     }
-    let part = match args.response_key.is_some() || args.demonstrations {
+    let kind = match args.response_key.is_some() || args.demonstrations {
         _ if args.pairs => RowKind::Pair,
         _ if args.labelled => RowKind::Labelled,
         _ if args.steps => RowKind::Steps,
@@ -174,7 +174,7 @@ pub fn run(args: &Args) -> Result<()> {
     let vocabulary = args.vocabulary.unwrap_or_else(|| tokenizer.vocabulary());
     limits::check_option("--vocabulary", vocabulary, 1, VOCABULARY_MAX)?;
     let start = Instant::now();
-    let reading = Reading { config: &config, part, tokenizer, vocabulary };
+    let reading = Reading { config: &config, kind, tokenizer, vocabulary };
     let sidecar = shard_rows(reading, &inputs, &args.keep_field, out)?;
     let seconds = start.elapsed().as_secs_f64();
     note!(

@@ -105,9 +105,9 @@ impl Texts {
         Ok(Some([both.concat(), response]))
     }
 
-    fn reading(&self, part: RowKind) -> Result<Reading<'_>> {
+    fn reading(&self, kind: RowKind) -> Result<Reading<'_>> {
         let tokenizer = rows::needed(self.tokenizer.as_ref(), "a text")?;
-        Ok(Reading { config: &self.config, part, tokenizer, vocabulary: self.vocabulary })
+        Ok(Reading { config: &self.config, kind, tokenizer, vocabulary: self.vocabulary })
     }
 
     fn mention_template(&self) {

@@ -101,7 +101,7 @@ impl Rows {
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
         let (mut left, mut response) = (entry.rest as usize, 0);
-        if self.part == RowKind::Steps {
+        if self.kind == RowKind::Steps {
             response = left;
         } else if left > 0 {
             let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
@@ -109,7 +109,7 @@ impl Rows {
             for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
                 let kept = tokens.min(left);
                 left -= kept;
-                response += if i % 2 == 1 || self.part == RowKind::Pair { kept } else { 0 };
+                response += if i % 2 == 1 || self.kind == RowKind::Pair { kept } else { 0 };
             }
         }
         Ok(RowTokens { prompt: entry.tokens() - response, response })

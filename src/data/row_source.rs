@@ -24,7 +24,7 @@ pub struct RowSource<T> {
 
 /// A row of a method.
 pub trait Row: Sized {
-    /// The part of a data row that it uses.
+    /// The kind of the data row that it is read from.
     const KIND: RowKind;
     /// The minimum number of tokens that it leaves free in the model's context.
     const FREE: usize = 0;
@@ -81,7 +81,7 @@ impl<T> DerefMut for RowSource<T> {
 
 impl<T: Row> RowSource<T> {
     /// Opens `config.prompts` for a model of `vocabulary` tokens. `prepared` are their shards, made by `super::prepare`
-    /// for the same part of a row. `seed` is the job's.
+    /// for the same kind of rows. `seed` is the job's.
     pub fn open(
         config: &DataConfig,
         tokenizer: &Arc<Tokenizer>,
@@ -93,7 +93,7 @@ impl<T: Row> RowSource<T> {
             return Err(Error::usage("data.long_prompts = \"window\" would separate responses from their prompts")
                 .hint("set it to reject, truncate_left or truncate_right"));
         }
-        let rows = Rows::open(Reading { config, part: T::KIND, tokenizer, vocabulary }, prepared, seed)?;
+        let rows = Rows::open(Reading { config, kind: T::KIND, tokenizer, vocabulary }, prepared, seed)?;
         Ok(Self { rows, tokenizer: Arc::clone(tokenizer), made: PhantomData })
     }
 

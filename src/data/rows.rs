@@ -16,7 +16,7 @@ use crate::text::{Tokenizer, kind_of};
 #[derive(Clone, Copy, Debug)]
 pub struct Reading<'a> {
     pub config: &'a DataConfig,
-    pub part: RowKind,
+    pub kind: RowKind,
     pub tokenizer: &'a Tokenizer,
     /// The size of the model's vocabulary.
     pub vocabulary: usize,
@@ -25,7 +25,7 @@ pub struct Reading<'a> {
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
-/// The tokens of a row, as a job reads it that trains on rows of the kind `reading.part`: a prompt, or a prompt and its
+/// The tokens of a row, as a job reads it that trains on rows of the kind `reading.kind`: a prompt, or a prompt and its
 /// response, alternating for several turns.
 ///
 /// # Errors
@@ -60,7 +60,7 @@ impl Encoder<'_> {
             SplitBy::Ratio => Some(if is_test(&sequences[0], &config.split) { TEST } else { TRAIN }.to_owned()),
             SplitBy::Field => Some(scalar(field, required(&row, field)?)?),
         };
-        let label = match (self.reading.part, config.label_key.as_str(), config.margin_key.as_str()) {
+        let label = match (self.reading.kind, config.label_key.as_str(), config.margin_key.as_str()) {
             (RowKind::Pair, _, "") | (RowKind::Prompt | RowKind::Demonstration | RowKind::Text, "", _) => String::new(),
             (RowKind::Pair, _, key) => margin_text(key, named(&row, key, "margin")?)?,
             (RowKind::Labelled | RowKind::Steps, "", _) => {
@@ -81,14 +81,14 @@ impl Encoder<'_> {
     }
 
     fn sequences(&self, row: &Map<String, Value>) -> Result<Vec<Vec<u32>>> {
-        let Reading { config, part, .. } = self.reading;
-        if part == RowKind::Text {
+        let Reading { config, kind, .. } = self.reading;
+        if kind == RowKind::Text {
             let text = required(row, &config.prompt_key).map_err(|_| self.missing(row, &config.prompt_key))?;
             return Ok(vec![self.text(&config.prompt_key, text)?]);
         }
-        shape::warn_of_unread(row, config, part);
-        let parts = Parts::from_row(row, config, part)?;
-        match part {
+        shape::warn_of_unread(row, config, kind);
+        let parts = Parts::from_row(row, config, kind)?;
+        match kind {
             RowKind::Pair => self.pair(row, &parts),
             RowKind::Labelled => self.labelled(row, &parts),
             RowKind::Demonstration => self.demonstration(row, &parts),
@@ -97,17 +97,17 @@ impl Encoder<'_> {
     }
 
     fn missing(&self, row: &Map<String, Value>, key: &str) -> Error {
-        shape::missing(row, self.reading.config, self.reading.part, key)
+        shape::missing(row, self.reading.config, self.reading.kind, key)
     }
 
     /// The prompt alone. Answers at the end of its messages are left out, because the model writes the answer itself.
     fn prompt(&self, row: &Map<String, Value>, parts: &Parts<'_>) -> Result<Vec<Vec<u32>>> {
-        let Reading { config, part, tokenizer, .. } = self.reading;
+        let Reading { config, kind, tokenizer, .. } = self.reading;
         let Some(prompt) = &parts.prompt else { return Err(self.missing(row, &config.prompt_key)) };
         let Some(mut messages) = prompt.content.messages("user", config.chat_template) else {
             return Ok(vec![self.tokens(prompt, RowKind::Prompt)?]);
         };
-        let is_open = part == RowKind::Prompt;
+        let is_open = kind == RowKind::Prompt;
         while is_open && messages.last().is_some_and(is_assistant) {
             messages.pop();
         }
@@ -238,17 +238,17 @@ impl Encoder<'_> {
     }
 
     /// The tokens of a field, which holds token ids or text. All texts except prompts get an end token.
-    fn tokens(&self, field: &Field<'_>, part: RowKind) -> Result<Vec<u32>> {
+    fn tokens(&self, field: &Field<'_>, kind: RowKind) -> Result<Vec<u32>> {
         let tokens = match &field.content {
             Content::Ids(ids) => ids.clone(),
             Content::Text(text) if text.is_empty() => return Err(empty(field.key)),
-            Content::Text(text) if part == RowKind::Prompt => self.reading.tokenizer.encode(text, true)?,
+            Content::Text(text) if kind == RowKind::Prompt => self.reading.tokenizer.encode(text, true)?,
             Content::Text(text) => {
                 let eos = self.reading.tokenizer.eos_ids().first().ok_or_else(|| {
                     Error::data("the tokenizer has no end token, so demonstrations could not end")
                         .hint("set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json")
                 })?;
-                let mut tokens = self.reading.tokenizer.encode(text, part != RowKind::Demonstration)?;
+                let mut tokens = self.reading.tokenizer.encode(text, kind != RowKind::Demonstration)?;
                 // The model learns to stop where the demonstration does.
                 tokens.push(*eos);
                 tokens

@@ -75,7 +75,7 @@ const UNREAD: [(&[&str], &str); 6] = [
 ];
 
 /// Warns once of each field that often belongs to a prompt and does not become a part of it.
-pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, part: RowKind) {
+pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, kind: RowKind) {
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key, .. } = config;
     let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key];
     let is_empty = |value: &Value| value.is_null() || [json!(""), json!([]), json!({})].contains(value);
@@ -86,7 +86,7 @@ pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, part
             let concerns = match *name {
                 "system" | "system_prompt" => !has_system(),
                 "tools" | "chat_template_kwargs" => !config.chat_template,
-                "completions" => part == RowKind::Steps,
+                "completions" => kind == RowKind::Steps,
                 _ => true,
             };
             let is_given = row.get(*name).is_some_and(|value| !is_empty(value));
@@ -100,17 +100,17 @@ pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, part
 }
 
 impl<'a> Parts<'a> {
-    /// The parts of `row` that rows of the kind `part` use.
+    /// The parts of `row` that rows of the kind `kind` use.
     ///
     /// # Errors
     /// Data, if a field cannot be read, or if messages need a chat template. A missing field is `None`.
-    pub fn from_row(row: &Map<String, Value>, config: &'a DataConfig, part: RowKind) -> Result<Self> {
+    pub fn from_row(row: &Map<String, Value>, config: &'a DataConfig, kind: RowKind) -> Result<Self> {
         let read = |key: &'a str| {
             let content = field(row, key).map(|value| Content::from_value(key, value, config.chat_template));
             Ok::<_, Error>(content.transpose()?.map(|content| Field { key, content }))
         };
         let mut parts = Self::default();
-        if part == RowKind::Pair {
+        if kind == RowKind::Pair {
             let [chosen, rejected] = [&config.chosen_key, &config.rejected_key].map(|key| read(key));
             parts.sides = chosen?.zip(rejected?).map(|(chosen, rejected)| human_assistant([chosen, rejected], config));
         }
@@ -126,7 +126,7 @@ impl<'a> Parts<'a> {
         if parts.prompt.is_none() && !config.chat_template && unused() {
             return Err(needs_template(&config.messages_key));
         }
-        if matches!(part, RowKind::Demonstration | RowKind::Labelled) {
+        if matches!(kind, RowKind::Demonstration | RowKind::Labelled) {
             parts.response = read(&config.response_key)?;
         }
         Ok(parts)
@@ -334,18 +334,18 @@ fn turns_in(text: &str) -> Option<Vec<Value>> {
 }
 
 /// The error for a missing field, with the keys to set if other fields have usual names.
-pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, part: RowKind, key: &str) -> Error {
+pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, kind: RowKind, key: &str) -> Error {
     let error = fields::missing(row, key);
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
     let keys = [prompt_key, response_key, chosen_key, rejected_key];
-    let used: &[usize] = match part {
+    let used: &[usize] = match kind {
         RowKind::Demonstration | RowKind::Labelled => &[0, 1],
         RowKind::Pair => &[2, 3],
         RowKind::Prompt | RowKind::Steps | RowKind::Text => &[0],
     };
     let chat = row.iter().find(|(name, value)| *name != messages_key && is_conversation(value));
     let chat =
-        chat.filter(|_| key == prompt_key && part != RowKind::Text).map(|(name, _)| ("messages_key", name.as_str()));
+        chat.filter(|_| key == prompt_key && kind != RowKind::Text).map(|(name, _)| ("messages_key", name.as_str()));
     let is_free = |name: &&&str| row.contains_key(**name) && keys.iter().all(|key| key.as_str() != **name);
     let named = |i: &usize| Some((NAMES[*i].0, *NAMES[*i].1.iter().find(is_free)?));
     let found: Vec<(&str, &str)> = match chat {
@@ -360,10 +360,10 @@ pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, part: RowKi
         return error.hint(format!("set {}{chat} (options: {})", set.join(" and "), options.join(", ")));
     }
     match () {
-        () if part != RowKind::Pair && row.contains_key("chosen") && row.contains_key("rejected") => {
+        () if kind != RowKind::Pair && row.contains_key("chosen") && row.contains_key("rejected") => {
             error.hint("pairs are for jobs such as dpo and reward_model, and for shard --pairs")
         }
-        () if part != RowKind::Text && row.keys().eq(["text"]) => {
+        () if kind != RowKind::Text && row.keys().eq(["text"]) => {
             error.hint("texts without a prompt are for data.pretrain, and for shard --text")
         }
         () => error,

@@ -40,7 +40,7 @@ pub struct Rows {
     pub(super) sources: Arc<[Source]>,
     pub(super) feed: Feed,
     pub(super) eval: Vec<Entry>,
-    pub(super) part: RowKind,
+    pub(super) kind: RowKind,
     /// The rows of `data.pretrain`.
     pub(super) pretrain: Option<Box<Rows>>,
     /// The rows of `data.eval_sets`, which are all held out, and their names.
@@ -83,7 +83,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     };
     group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
     if let Some(config) = &config.of_pretrain() {
-        let texts = prepare(Reading { config, part: RowKind::Text, ..reading }, cache, hashes, group);
+        let texts = prepare(Reading { config, kind: RowKind::Text, ..reading }, cache, hashes, group);
         prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
     }
     prepared.eval_sets = config.each_eval_set(|config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
@@ -91,8 +91,8 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
 }
 
 /// Fields of rows that the job needs after sharding. Rewards get all fields of a prompt.
-fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
-    match part {
+fn kept_fields(Reading { config, kind, .. }: Reading<'_>) -> Vec<String> {
+    match kind {
         RowKind::Prompt => vec![ALL_FIELDS.into()],
         _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
         RowKind::Demonstration | RowKind::Pair | RowKind::Labelled | RowKind::Steps | RowKind::Text => Vec::new(),
@@ -102,7 +102,7 @@ fn kept_fields(Reading { config, part, .. }: Reading<'_>) -> Vec<String> {
 impl Prepared {
     /// Like `prepare`, for shards that exist.
     pub(super) fn find(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &Group) -> Result<Self> {
-        let Reading { config, part, tokenizer, vocabulary } = reading;
+        let Reading { config, kind, tokenizer, vocabulary } = reading;
         group.agree(config.check().and_then(|()| names(config).try_for_each(|name| check_entry(name))))?;
         let files = group.agree(names(config).map(|name| files_of(name)).collect::<Result<Vec<_>>>())?;
         let paths: Vec<PathBuf> = files.iter().flatten().map(|file| file.path.clone()).collect();
@@ -110,12 +110,12 @@ impl Prepared {
             config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.hash_files(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
-        let response_key = matches!(part, RowKind::Demonstration | RowKind::Labelled).then_some(response_key);
-        let by_part = matches!(part, RowKind::Labelled | RowKind::Steps | RowKind::Text)
-            .then(|| format!(" {part:?}"))
+        let response_key = matches!(kind, RowKind::Demonstration | RowKind::Labelled).then_some(response_key);
+        let by_kind = matches!(kind, RowKind::Labelled | RowKind::Steps | RowKind::Text)
+            .then(|| format!(" {kind:?}"))
             .unwrap_or_default();
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
-        let pair_keys = (part == RowKind::Pair).then_some((chosen_key, rejected_key, margin_key));
+        let pair_keys = (kind == RowKind::Pair).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
         let args = if config.chat_template_args.is_empty() {
             String::new()
@@ -123,7 +123,7 @@ impl Prepared {
             format!(" {:?}", config.chat_template_args)
         };
         let rule = describe(&config.split);
-        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_part}{args}", tokenizer.recipe());
+        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_kind}{args}", tokenizer.recipe());
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {
@@ -265,14 +265,14 @@ impl Rows {
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
             (Some(texts), Some(config)) => Some(Box::new(Self::open_from(
                 0,
-                Reading { config, part: RowKind::Text, ..reading },
+                Reading { config, kind: RowKind::Text, ..reading },
                 texts,
                 seed,
                 &[],
             )?)),
             _ => None,
         };
-        Ok(Self { sources: sources.into(), feed, eval, part: reading.part, pretrain, eval_sets: Vec::new(), filtered })
+        Ok(Self { sources: sources.into(), feed, eval, kind: reading.kind, pretrain, eval_sets: Vec::new(), filtered })
     }
 
     fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
@@ -284,11 +284,11 @@ impl Rows {
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
         let pretrain = reading.config.of_pretrain().map(|config| {
             let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
-            let reading = Reading { config: &config, part: RowKind::Text, ..reading };
+            let reading = Reading { config: &config, kind: RowKind::Text, ..reading };
             Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
         });
-        let (part, pretrain, eval_sets, filtered) = (reading.part, pretrain.transpose()?, Vec::new(), Vec::new());
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), part, pretrain, eval_sets, filtered })
+        let (kind, pretrain, eval_sets, filtered) = (reading.kind, pretrain.transpose()?, Vec::new(), Vec::new());
+        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), kind, pretrain, eval_sets, filtered })
     }
 
     /// These rows, and the rows of each of `data.eval_sets`.
@@ -361,7 +361,7 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
     for ((name, split), prefix) in train.chain(test).zip(&prepared.prefixes) {
         let shard = Shard::open(prefix, vocabulary)?;
         shard.check_tokenizer(tokenizer.sha256())?;
-        check_training_splits(config, reading.part, name, &shard)?;
+        check_training_splits(config, reading.kind, name, &shard)?;
         let documents = shard.documents() as u64;
         sources.push(Source { name: name.clone(), shard, first_id, split: by_file.then_some(split) });
         first_id += documents;
@@ -383,7 +383,7 @@ fn entries_of(
     if prompt == 0 {
         return Ok(Err("empty_document"));
     }
-    let needed = match reading.part {
+    let needed = match reading.kind {
         RowKind::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
         RowKind::Labelled => Some((2, "prompt and response", "--labelled")),
         RowKind::Steps => Some((1, "one text", "--steps")),
@@ -396,7 +396,7 @@ fn entries_of(
                 .hint(format!("shard the rows with {option}")));
         }
     }
-    if reading.part == RowKind::Pair {
+    if reading.kind == RowKind::Pair {
         let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
         let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
         if let Ok([entry]) = entries.as_deref()
@@ -418,13 +418,13 @@ fn entries_of(
             entries
         }));
     }
-    let (prompt, rest) = match reading.part {
+    let (prompt, rest) = match reading.kind {
         RowKind::Prompt | RowKind::Text => (prompt, 0),
         // A text that is too long loses its end.
         RowKind::Steps => (prompt.min(1), prompt.saturating_sub(1)),
         RowKind::Demonstration | RowKind::Labelled | RowKind::Pair => (prompt, lengths()?[1..].iter().sum()),
     };
-    if rest == 0 && reading.part == RowKind::Demonstration {
+    if rest == 0 && reading.kind == RowKind::Demonstration {
         return Err(Error::data(format!("{prefix}: document {document} has a prompt but no response"))
             .hint("shard the rows with --response-key, or with --chat-template and assistant turns"));
     }

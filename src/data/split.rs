@@ -73,7 +73,7 @@ pub(super) fn splits_of(
 }
 
 /// Rejects a source whose splits would all train, if one of them is held-out by its name. Warns if all of them are.
-pub(super) fn check_training_splits(config: &DataConfig, part: RowKind, name: &str, shard: &Shard) -> Result<()> {
+pub(super) fn check_training_splits(config: &DataConfig, kind: RowKind, name: &str, shard: &Shard) -> Result<()> {
     if config.only_evaluates || config.split.by != SplitBy::Source || !config.prompt_split.is_empty() {
         return Ok(());
     }
@@ -89,7 +89,7 @@ pub(super) fn check_training_splits(config: &DataConfig, part: RowKind, name: &s
     }
     let ([test, ..], [train, ..]) = (&held_out[..], &rest[..]) else { return Ok(()) };
     let error = Error::data(format!("{name} has the splits {}: all would train", trained.join(", ")));
-    Err(error.hint(match part {
+    Err(error.hint(match kind {
         RowKind::Text => "list the files of one split in data.pretrain".to_owned(),
         _ => format!("set data.prompt_split = {train:?}, and data.eval_split = {test:?} to evaluate on the others"),
     }))

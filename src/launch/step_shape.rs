@@ -8,8 +8,8 @@ const AHEAD: usize = 512;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// The part of a row that is read; a rollout turns prompts into samples.
-    pub part: RowKind,
+    /// The kind of the rows; a rollout turns prompts into samples.
+    pub kind: RowKind,
     /// The rows of a step over all ranks, and the samples of each.
     pub rows: usize,
     pub samples_per_row: usize,
@@ -35,7 +35,7 @@ impl StepShape {
     }
 
     pub fn has_rollout(&self) -> bool {
-        self.part == RowKind::Prompt
+        self.kind == RowKind::Prompt
     }
 
     /// The number of rows to read before the job runs: the rows of whole steps, but not more steps than the job has.

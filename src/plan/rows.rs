@@ -94,7 +94,7 @@ impl Rows {
         let (cache, wanted) = (config.job.dir.join("data"), shape.rows_ahead(config));
         let (actor, seed) = (archs.actor(), config.job.seed);
         let reading =
-            Reading { config: &config.data, part: shape.part, tokenizer: &tokenizer, vocabulary: actor.vocabulary };
+            Reading { config: &config.data, kind: shape.kind, tokenizer: &tokenizer, vocabulary: actor.vocabulary };
         let ahead = data::look_ahead(reading, &cache, seed, wanted)?;
         let origin = if ahead.is_sample { Origin::Sampled } else { Origin::Drawn };
         Ok(Self { origin, ..Self::from_tokens(config, shape, actor.context, &ahead.rows, &ahead.eval) })

@@ -28,10 +28,10 @@ pub struct Hashed {
 
 impl Hashed {
     /// Shards JSONL rows, hashes the data, and compares each shard with its sidecar. All ranks call this.
-    pub fn data(run: &Run, part: RowKind, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
+    pub fn data(run: &Run, kind: RowKind, tokenizer: &Tokenizer, vocabulary: usize) -> Result<(Prepared, Self)> {
         let (config, shards) = (&run.config.data, run.dir.join(PREPARED));
         let mut hashes = Hashes::read(&run.dir.join(INPUTS));
-        let reading = Reading { config, part, tokenizer, vocabulary };
+        let reading = Reading { config, kind, tokenizer, vocabulary };
         let prepared = data::prepare(reading, &shards, &mut hashes, &run.ranks.all)?;
         let mut hashed = Self { hashes, inputs: Inputs::new() };
         let found = hashed.add(run, || Ok(prepared.files(config)))?;

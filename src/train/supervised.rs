@@ -109,7 +109,7 @@ impl<M: Method> Job for Supervised<M> {
     fn shape(config: &Config) -> StepShape {
         let [samples, microbatch_tokens_max, scored] = M::shape(config);
         StepShape {
-            part: M::Row::KIND,
+            kind: M::Row::KIND,
             rows: samples,
             samples_per_row: 1,
             minibatch: samples,

@@ -49,8 +49,8 @@ impl Fixture {
         self.path("cache")
     }
 
-    pub fn prepared(&self, config: &DataConfig, part: RowKind) -> Result<Prepared> {
-        let reading = Reading { config, part, tokenizer: &self.tokenizer, vocabulary: self.vocabulary() };
+    pub fn prepared(&self, config: &DataConfig, kind: RowKind) -> Result<Prepared> {
+        let reading = Reading { config, kind, tokenizer: &self.tokenizer, vocabulary: self.vocabulary() };
         prepare(reading, &self.cache(), &mut Hashes::default(), &Group::one())
     }
 

@@ -50,8 +50,8 @@ fn responses_without_their_label_key_are_rejected() {
 #[test]
 fn shards_of_other_rows_are_rejected_where_labels_are_needed() {
     let fixture = Fixture::new();
-    let of = |part: RowKind| {
-        shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
+    let of = |kind: RowKind| {
+        shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), kind, &config("")).unwrap();
         config(fixture.path("shards/rows").to_str().unwrap())
     };
     let prompts = of(RowKind::Prompt);

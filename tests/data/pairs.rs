@@ -85,8 +85,8 @@ fn the_common_prefix_of_whole_conversations_or_texts_is_their_prompt() {
 #[test]
 fn a_shard_without_pairs_is_rejected_where_pairs_are_needed() {
     let fixture = Fixture::new();
-    for (part, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
-        shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), part, &config("")).unwrap();
+    for (kind, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
+        shard(&fixture, &fixture.jsonl("q.jsonl", &questions(3)), kind, &config("")).unwrap();
         let prefix = fixture.path("shards/rows");
         let error = fixture.rows::<PairRow>(&config(prefix.to_str().unwrap()), 0).unwrap_err();
         assert!(

@@ -1,4 +1,4 @@
-//! Invalid rows.
+//! Rows that are not what they should be.
 
 use std::fs;
 
@@ -94,10 +94,10 @@ const GOOD: &str =
 #[test]
 fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
     let fixture = Fixture::new();
-    let refused = |part: RowKind, line: &str, config: &DataConfig, message: &str| {
-        let good = GOOD.replace("LABEL", if part == Steps { "[\"+\"]" } else { "true" });
+    let refused = |kind: RowKind, line: &str, config: &DataConfig, message: &str| {
+        let good = GOOD.replace("LABEL", if kind == Steps { "[\"+\"]" } else { "true" });
         let file = fixture.text("bad.jsonl", &format!("{good}\n{good}\n{line}\n{good}\n"));
-        let error = shard(&fixture, &file, part, config).unwrap_err();
+        let error = shard(&fixture, &file, kind, config).unwrap_err();
         assert_eq!(error.kind, Kind::Data, "{line}");
         for words in ["bad.jsonl:3: ", message] {
             assert!(error.to_string().contains(words), "{line}: {error}");
@@ -105,9 +105,9 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
         let left: Vec<_> = fs::read_dir(fixture.path("shards")).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");
     };
-    for (part, line, message) in BAD {
-        let label_key = if matches!(part, Labelled | Steps) { "label" } else { "answer" };
-        refused(*part, line, &DataConfig { label_key: label_key.to_owned(), ..config("") }, message);
+    for (kind, line, message) in BAD {
+        let label_key = if matches!(kind, Labelled | Steps) { "label" } else { "answer" };
+        refused(*kind, line, &DataConfig { label_key: label_key.to_owned(), ..config("") }, message);
     }
     for (line, message) in CHATS {
         refused(Pair, line, &chat(), message);
@@ -121,8 +121,8 @@ fn a_bad_row_is_named_by_file_and_line_and_nothing_is_written() {
     let pair = r#"{"prompt": "x", "chosen": "y", "rejected": "z"}"#;
     refused(Pair, pair, &margin, "no field \"margin\"; it has: prompt, chosen, rejected\nhint: set data.margin_key");
     let wrong = DataConfig { label_key: "label".to_owned(), ..config("") };
-    for part in [Prompt, Demonstration, Labelled, Steps] {
+    for kind in [Prompt, Demonstration, Labelled, Steps] {
         let row = r#"{"prompt": "x", "response": "y", "answer": "1"}"#;
-        refused(part, row, &wrong, "it has: prompt, response, answer\nhint: set data.label_key (or pass --label-key)");
+        refused(kind, row, &wrong, "it has: prompt, response, answer\nhint: set data.label_key (or pass --label-key)");
     }
 }

@@ -18,9 +18,9 @@ pub fn says(role: &str, text: &str) -> Value {
     json!({"role": role, "content": text})
 }
 
-pub fn shard(fixture: &Fixture, file: &str, part: RowKind, config: &DataConfig) -> Result<Shard, Error> {
+pub fn shard(fixture: &Fixture, file: &str, kind: RowKind, config: &DataConfig) -> Result<Shard, Error> {
     let prefix = fixture.path("shards/rows");
-    let reading = Reading { config, part, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
+    let reading = Reading { config, kind, tokenizer: &fixture.tokenizer, vocabulary: fixture.vocabulary() };
     shard_rows(reading, &[(file.as_ref(), None)], &[], &prefix)?;
     Shard::open(&prefix, fixture.vocabulary())
 }

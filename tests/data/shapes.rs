@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use crate::data::fixture::{Fixture, config};
 use crate::data::rows::{chat, says, shard};
 
-fn texts(fixture: &Fixture, row: &Value, part: RowKind, config: &DataConfig) -> Result<Vec<String>, Error> {
-    let config = DataConfig { label_key: if part == Labelled { "label" } else { "" }.to_owned(), ..config.clone() };
-    let shard = shard(fixture, &fixture.jsonl("s.jsonl", std::slice::from_ref(row)), part, &config)?;
+fn texts(fixture: &Fixture, row: &Value, kind: RowKind, config: &DataConfig) -> Result<Vec<String>, Error> {
+    let config = DataConfig { label_key: if kind == Labelled { "label" } else { "" }.to_owned(), ..config.clone() };
+    let shard = shard(fixture, &fixture.jsonl("s.jsonl", std::slice::from_ref(row)), kind, &config)?;
     Ok(shard.document(0)?.iter().map(|s| fixture.tokenizer.decode(s, false).unwrap()).collect())
 }
 
@@ -88,7 +88,7 @@ fn a_row_of_a_known_shape_names_the_keys_to_set() {
     let fixture = Fixture::new();
     let turns = json!([says("user", "hi"), says("assistant", "ho")]);
     let conversations = json!({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]});
-    for (row, part, config, words) in [
+    for (row, kind, config, words) in [
         (
             conversations,
             Demonstration,
@@ -108,7 +108,7 @@ fn a_row_of_a_known_shape_names_the_keys_to_set() {
         (json!({"chosen": "ab", "rejected": "ac"}), Demonstration, config(""), "dpo"),
         (json!({"text": "ab"}), Demonstration, config(""), "data.pretrain"),
     ] {
-        let error = texts(&fixture, &row, part, &config).unwrap_err();
+        let error = texts(&fixture, &row, kind, &config).unwrap_err();
         assert!(error.hint.as_ref().is_some_and(|hint| hint.contains(words)), "{row}: {error}");
     }
     for (message, words) in [

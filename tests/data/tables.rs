@@ -55,9 +55,9 @@ fn a_row_of_parquet_or_arrow_equals_the_row_of_jsonl() {
 #[test]
 fn tokens_fields_and_lines_of_rows_do_not_depend_on_the_format() {
     let fixture = Fixture::new();
-    for (part, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
+    for (kind, sequences) in [(RowKind::Prompt, 1), (RowKind::Demonstration, 2)] {
         let of = |file: &str| {
-            let shard = shard(&fixture, &name(file), part, &config("")).unwrap();
+            let shard = shard(&fixture, &name(file), kind, &config("")).unwrap();
             let row = |i| (shard.document(i).unwrap(), shard.meta(i).unwrap());
             (0..shard.documents()).map(row).collect::<Vec<_>>()
         };

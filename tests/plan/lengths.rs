@@ -58,9 +58,9 @@ impl Lengths {
     }
 
     /// The tokenized shards of a run.
-    fn prepared(&self, config: &Config, part: RowKind) -> Prepared {
+    fn prepared(&self, config: &Config, kind: RowKind) -> Prepared {
         let vocabulary = self.archs.actor().vocabulary;
-        let reading = Reading { config: &config.data, part, tokenizer: &self.tokenizer, vocabulary };
+        let reading = Reading { config: &config.data, kind, tokenizer: &self.tokenizer, vocabulary };
         data::prepare(reading, &self.path("cache"), &mut Hashes::default(), &Group::one()).expect("shards")
     }
 
@@ -103,7 +103,7 @@ fn the_plan_reads_the_rows_that_a_run_uses_from_jsonl_and_from_shards() {
         assert_eq!(rows.drawn, fixture.demonstrations(&config, 6 * 12), "{more:?}");
     }
     let (config, vocabulary) = (DataConfig::default(), fixture.archs.actor().vocabulary);
-    let reading = Reading { config: &config, part: RowKind::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
+    let reading = Reading { config: &config, kind: RowKind::Demonstration, tokenizer: &fixture.tokenizer, vocabulary };
     shard_rows(reading, &[(&fixture.path("mixed.jsonl"), None)], &[], &fixture.path("shard")).expect("a shard");
     let config = fixture.config("sft", "shard", &[]);
     assert_eq!(fixture.read(&config).drawn, fixture.demonstrations(&config, 6 * 12));

@@ -145,7 +145,7 @@ impl<M: OnlineMethod> Job for Online<M> {
         let (rows, samples_per_row) = (config.rollout.prompts_per_step, config.rollout.samples_per_prompt);
         let (epochs, minibatch) = M::minibatches(config);
         let rollout = StepShape {
-            part: RowKind::Prompt,
+            kind: RowKind::Prompt,
             rows,
             samples_per_row,
             minibatch: minibatch.min(rows * samples_per_row),

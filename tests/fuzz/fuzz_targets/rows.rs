@@ -22,7 +22,7 @@ static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| {
 
 /// Converts a file in the ways of jobs and of the shard verb.
 fn convert(path: &Path) {
-    for (part, chat_template, label_key) in [
+    for (kind, chat_template, label_key) in [
         (RowKind::Prompt, false, ""),
         (RowKind::Demonstration, true, ""),
         (RowKind::Pair, true, ""),
@@ -30,7 +30,7 @@ fn convert(path: &Path) {
         (RowKind::Steps, false, "labels"),
     ] {
         let config = DataConfig { chat_template, label_key: label_key.to_owned(), ..DataConfig::default() };
-        let reading = Reading { config: &config, part, tokenizer: &TOKENIZER, vocabulary: TOKENIZER.vocabulary() };
+        let reading = Reading { config: &config, kind, tokenizer: &TOKENIZER, vocabulary: TOKENIZER.vocabulary() };
         drop(shard_rows(reading, &[(path, None)], &["all".to_owned()], &place::path("out")));
     }
 }
