@@ -2,8 +2,8 @@
 
 use super::rows::{self, Row};
 use crate::config::data::DataConfig;
-use crate::data::RowKind;
-use crate::data::rows::{Reading, sequences, template_variables};
+use crate::data::rows::{Reading, template_variables};
+use crate::data::{RowKind, sequences};
 use crate::error::{Error, Result};
 use crate::model::Arch;
 use crate::sys::stderr;

@@ -12,7 +12,6 @@ use super::rows::Reading;
 use super::sources::{Prepared, Rows, eval_files, files_of, prepare};
 use crate::comm::Group;
 use crate::config::data::{DataConfig, SplitBy};
-use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::Value;
@@ -100,18 +99,7 @@ impl Rows {
     }
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
-        let (mut left, mut response) = (entry.rest as usize, 0);
-        if self.kind == RowKind::Steps {
-            response = left;
-        } else if left > 0 {
-            let lengths = self.sources[entry.source as usize].shard.lengths(entry.document as usize)?;
-            // Prompts and responses alternate, except in pairs.
-            for (i, tokens) in lengths.into_iter().enumerate().skip(1) {
-                let kept = tokens.min(left);
-                left -= kept;
-                response += if i % 2 == 1 || self.kind == RowKind::Pair { kept } else { 0 };
-            }
-        }
+        let response = self.kind.spec().response_tokens(entry, self.document(entry))?;
         Ok(RowTokens { prompt: entry.tokens() - response, response })
     }
 }

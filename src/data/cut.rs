@@ -1,7 +1,8 @@
-//! The part of a row that is handed out: all of it, a part, several pieces, or nothing.
+//! The entries of a row: all of it, a part, several pieces, or nothing.
 
 use serde::{Deserialize, Serialize};
 
+use super::source::Document;
 use crate::config::data::{DataConfig, LongPrompts};
 
 /// The bit of `Prompt::id` from which the number of a window's piece is stored.
@@ -48,14 +49,11 @@ impl Entry {
     }
 }
 
+/// The entries of a row, or the rule that filters it.
+pub type Entries = Result<Vec<Entry>, &'static str>;
+
 /// The entries of a row with `prompt` tokens and `rest` tokens after it, or the rule that filters the row.
-pub(super) fn cut(
-    config: &DataConfig,
-    source: usize,
-    document: u64,
-    prompt: usize,
-    rest: usize,
-) -> Result<Vec<Entry>, &'static str> {
+pub(super) fn cut(config: &DataConfig, document: Document, prompt: usize, rest: usize) -> Entries {
     let limit = config.prompt_tokens_max;
     let ranges = match config.long_prompts {
         _ if prompt <= limit => vec![(0, prompt)],
@@ -78,8 +76,8 @@ pub(super) fn cut(
         // Windows overlap: together they lose nothing of the prompt.
         let prompt_cut = if pieces > 1 { 0 } else { prompt - kept };
         entries.push(Entry {
-            source: source as u32,
-            document,
+            source: document.source.index,
+            document: document.index,
             start: start as u32,
             end: end as u32,
             rest: rest_kept as u32,

@@ -1,15 +1,79 @@
-//! Encoding of files of rows into a token shard, with all cores.
+//! Encoding of a row into a document of tokens, and of files of rows into a token shard, with all cores.
 
 use std::path::Path;
 
 use rayon::prelude::*;
+use serde_json::{Map, Value};
 
+use super::fields::required;
 use super::input::{InputFile, RawRow, RowReader, input_files};
-use super::rows::{Encoder, Reading};
-use super::shard::{ShardWriter, Sidecar};
-use super::split::describe;
+use super::rows::Reading;
+use super::shape::{self, Fields};
+use super::shard::{Meta, ShardWriter, Sidecar};
+use super::split::{TEST, TRAIN, describe, is_test};
 use crate::config::data::SplitBy;
 use crate::error::{Error, Result};
+
+/// Used instead of field names for a shard that keeps all fields.
+pub const ALL_FIELDS: &str = "all";
+
+/// The tokens of a row, as a job reads it that trains on rows of the kind `reading.kind`: a prompt, or a prompt and its
+/// response, alternating for several turns.
+///
+/// # Errors
+/// `Data` if the row lacks a field, or has one that cannot be read.
+pub fn sequences(row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    let spec = reading.kind.spec();
+    if spec.fields() != Fields::Text {
+        shape::warn_of_unread(row, reading.config, spec.unread());
+    }
+    spec.encode(row, reading)
+}
+
+/// A row for the shard.
+struct Encoded {
+    sequences: Vec<Vec<u32>>,
+    meta: Meta,
+    split: Option<String>,
+}
+
+/// Turns rows into tokens. Shared by the encoding threads.
+struct Encoder<'a> {
+    reading: Reading<'a>,
+    /// Fields kept in the shard's meta lines. `ALL_FIELDS` alone keeps all.
+    kept: &'a [String],
+}
+
+impl Encoder<'_> {
+    /// The document of one row. `source` is its file and line. `split` is the input's own split, if it has one.
+    fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
+        let Reading { config, kind, .. } = self.reading;
+        let sequences = sequences(&row, self.reading)?;
+        let field = &config.split.field;
+        let split = match config.split.by {
+            SplitBy::Source | SplitBy::File => split.map(str::to_owned),
+            SplitBy::Ratio => Some(if is_test(&sequences[0], &config.split) { TEST } else { TRAIN }.to_owned()),
+            SplitBy::Field => Some(split_name(field, required(&row, field)?)?),
+        };
+        let label = kind.spec().label(&row, config)?;
+        let fields = if self.kept == [ALL_FIELDS] {
+            row
+        } else {
+            let kept = self.kept.iter().map(|field| Ok((field.clone(), required(&row, field)?.clone())));
+            kept.collect::<Result<_>>()?
+        };
+        Ok(Encoded { sequences, meta: Meta { label, source, fields }, split })
+    }
+}
+
+fn split_name(key: &str, value: &Value) -> Result<String> {
+    match value {
+        Value::String(text) if !text.is_empty() => Ok(text.clone()),
+        Value::Number(number) => Ok(number.to_string()),
+        Value::Bool(flag) => Ok(flag.to_string()),
+        other => Err(Error::data(format!("field {key:?} must be the name of a split (got {other})"))),
+    }
+}
 
 /// Writes the rows of files and folders as the shard `prefix`. Each input has the split of all its rows, if files are
 /// splits. Keeps the fields of the rows that `kept` names.

@@ -2,7 +2,8 @@
 
 use super::cut::PIECE_SHIFT;
 use super::rows::{Reading, row_fields};
-use super::sources::{Prepared, Rows, Source};
+use super::source::Source;
+use super::sources::{Prepared, Rows};
 use crate::config::data::DataConfig;
 use crate::error::Result;
 use crate::experience::RowFields;

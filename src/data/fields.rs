@@ -17,6 +17,12 @@ pub fn required<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a Value>
     field(row, key).ok_or_else(|| missing(row, key))
 }
 
+/// The field that holds the `what` of a row. If it is missing, the error names the key that names the field.
+pub fn named<'a>(row: &'a Map<String, Value>, key: &str, what: &str) -> Result<&'a Value> {
+    let option = format!("data.{what}_key (or pass --{what}-key)");
+    required(row, key).map_err(|e| e.hint(format!("set {option} to the one of its fields that holds the {what}")))
+}
+
 /// The error for a missing field.
 pub fn missing(row: &Map<String, Value>, key: &str) -> Error {
     let there: Vec<&str> = row.keys().map(String::as_str).collect();

@@ -1,10 +1,9 @@
-//! The shape of a row: its prompt and its answers in one form, under the names and in the forms that data sets use.
+//! The shape of a row: its prompt and its answers in one form, whatever names and forms data sets use.
 
 use serde_json::{Map, Value, json};
 
 use super::fields::{self, field, token_ids};
 use crate::config::data::DataConfig;
-use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::sys::stderr;
 use crate::text::kind_of;
@@ -25,14 +24,17 @@ pub(super) struct Field<'a> {
     pub content: Content,
 }
 
-/// A row in one form. A row's kind decides which of the parts it has.
-#[derive(Debug, Default)]
-pub(super) struct Parts<'a> {
-    /// A text, or messages, which may contain answers.
-    pub prompt: Option<Field<'a>>,
-    pub response: Option<Field<'a>>,
-    /// Chosen and rejected.
-    pub sides: Option<[Field<'a>; 2]>,
+/// The fields of a row that hold its texts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fields {
+    /// The prompt, or messages.
+    Prompt,
+    /// The prompt and the response, or messages.
+    Response,
+    /// The prompt, the chosen and the rejected response.
+    Sides,
+    /// One text, which is no prompt.
+    Text,
 }
 
 /// A prompt and an answer to it.
@@ -64,29 +66,30 @@ const NAMES: [(&str, &[&str]); 4] = [
     ("rejected_key", &["rejected", "dispreferred", "rejected_response"]),
 ];
 
-/// Fields that often belong to a prompt although no key names them, and what makes them a part of it.
-const UNREAD: [(&[&str], &str); 6] = [
+/// Names of fields that often belong to a prompt although no key names them, and what makes them a part of it.
+pub type Unread = (&'static [&'static str], &'static str);
+
+/// Fields that no kind of rows reads.
+const UNREAD: [Unread; 5] = [
     (&["system", "system_prompt"], "write it as a message of the role system"),
     (&["history"], "write its turns as messages"),
     (&["context", "documents"], "write it into the prompt"),
     (&["tools", "chat_template_kwargs"], "set data.chat_template = true (or pass --chat-template)"),
-    (&["completions"], "write each step into the prompt, followed by step_reward.placeholder"),
     (&["image", "images", "videos", "audio", "audios"], "models read text only"),
 ];
 
-/// Warns once of each field that often belongs to a prompt and does not become a part of it.
-pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, kind: RowKind) {
+/// Warns once of each field, of those in `more` too, that often belongs to a prompt and does not become a part of it.
+pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, more: &[Unread]) {
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key, .. } = config;
     let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key];
     let is_empty = |value: &Value| value.is_null() || [json!(""), json!([]), json!({})].contains(value);
     let has_system =
         || [messages_key, prompt_key].iter().any(|key| row.get(*key).is_some_and(|all| all[0]["role"] == "system"));
-    for (names, remedy) in UNREAD {
-        for name in names {
+    for (names, remedy) in UNREAD.iter().chain(more) {
+        for name in *names {
             let concerns = match *name {
                 "system" | "system_prompt" => !has_system(),
                 "tools" | "chat_template_kwargs" => !config.chat_template,
-                "completions" => kind == RowKind::Steps,
                 _ => true,
             };
             let is_given = row.get(*name).is_some_and(|value| !is_empty(value));
@@ -99,38 +102,53 @@ pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, kind
     }
 }
 
-impl<'a> Parts<'a> {
-    /// The parts of `row` that rows of the kind `kind` use.
-    ///
-    /// # Errors
-    /// Data, if a field cannot be read, or if messages need a chat template. A missing field is `None`.
-    pub fn from_row(row: &Map<String, Value>, config: &'a DataConfig, kind: RowKind) -> Result<Self> {
-        let read = |key: &'a str| {
-            let content = field(row, key).map(|value| Content::from_value(key, value, config.chat_template));
-            Ok::<_, Error>(content.transpose()?.map(|content| Field { key, content }))
-        };
-        let mut parts = Self::default();
-        if kind == RowKind::Pair {
-            let [chosen, rejected] = [&config.chosen_key, &config.rejected_key].map(|key| read(key));
-            parts.sides = chosen?.zip(rejected?).map(|(chosen, rejected)| human_assistant([chosen, rejected], config));
-        }
-        let whole = parts.sides.as_ref().map(|[chosen, _]| chosen);
-        // Messages that repeat the chosen conversation are not its prompt.
-        let messages = if config.chat_template { read(&config.messages_key)? } else { None };
-        let messages = messages.and_then(|messages| messages.without_answer(whole));
-        parts.prompt = match messages {
-            Some(messages) => Some(messages),
-            None => read(&config.prompt_key)?.map(|prompt| prompt.with_input(row)),
-        };
-        let unused = || field(row, &config.messages_key).is_some_and(is_conversation);
-        if parts.prompt.is_none() && !config.chat_template && unused() {
-            return Err(needs_template(&config.messages_key));
-        }
-        if matches!(kind, RowKind::Demonstration | RowKind::Labelled) {
-            parts.response = read(&config.response_key)?;
-        }
-        Ok(parts)
+/// Reads the field `key`. A missing field is `None`.
+///
+/// # Errors
+/// `Data`, if it cannot be read, or if it holds messages, which need a chat template.
+fn read<'a>(row: &Map<String, Value>, key: &'a str, config: &DataConfig) -> Result<Option<Field<'a>>> {
+    let content = field(row, key).map(|value| Content::from_value(key, value, config.chat_template)).transpose()?;
+    Ok(content.map(|content| Field { key, content }))
+}
+
+/// Reads the prompt: a text, or messages, which may contain answers. Messages that repeat the conversation `chosen` are
+/// not its prompt. Errors are those of `read`.
+pub(super) fn prompt<'a>(
+    row: &Map<String, Value>,
+    config: &'a DataConfig,
+    chosen: Option<&Field>,
+) -> Result<Option<Field<'a>>> {
+    let messages = if config.chat_template { read(row, &config.messages_key, config)? } else { None };
+    if let Some(messages) = messages.and_then(|messages| messages.without_answer(chosen)) {
+        return Ok(Some(messages));
     }
+    let prompt = read(row, &config.prompt_key, config)?.map(|prompt| prompt.with_input(row));
+    let unused = || field(row, &config.messages_key).is_some_and(is_conversation);
+    if prompt.is_none() && !config.chat_template && unused() {
+        return Err(needs_template(&config.messages_key));
+    }
+    Ok(prompt)
+}
+
+/// Reads the prompt and the response. Errors are those of `read`.
+pub(super) fn prompt_and_response<'a>(
+    row: &Map<String, Value>,
+    config: &'a DataConfig,
+) -> Result<[Option<Field<'a>>; 2]> {
+    Ok([prompt(row, config, None)?, read(row, &config.response_key, config)?])
+}
+
+/// The chosen and the rejected response.
+pub(super) type Sides<'a> = [Field<'a>; 2];
+
+/// Reads the prompt and both sides, if there are both. Errors are those of `read`.
+pub(super) fn prompt_and_sides<'a>(
+    row: &Map<String, Value>,
+    config: &'a DataConfig,
+) -> Result<(Option<Field<'a>>, Option<Sides<'a>>)> {
+    let [chosen, rejected] = [&config.chosen_key, &config.rejected_key].map(|key| read(row, key, config));
+    let sides = chosen?.zip(rejected?).map(|(chosen, rejected)| human_assistant([chosen, rejected], config));
+    Ok((prompt(row, config, sides.as_ref().map(|[chosen, _]| chosen))?, sides))
 }
 
 impl Content {
@@ -169,7 +187,7 @@ impl Content {
 
 impl Field<'_> {
     /// These messages without an answer that `chosen` repeats, or `None` if `chosen` repeats all of them.
-    fn without_answer(mut self, chosen: Option<&Self>) -> Option<Self> {
+    fn without_answer(mut self, chosen: Option<&Field>) -> Option<Self> {
         let (Content::Messages(messages), Some(chosen)) = (&mut self.content, chosen) else { return Some(self) };
         if matches!(&chosen.content, Content::Messages(all) if all.len() > 1 && all == messages) {
             return None;
@@ -334,23 +352,23 @@ fn turns_in(text: &str) -> Option<Vec<Value>> {
 }
 
 /// The error for a missing field, with the keys to set if other fields have usual names.
-pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, kind: RowKind, key: &str) -> Error {
+pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, fields: Fields, key: &str) -> Error {
     let error = fields::missing(row, key);
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, .. } = config;
     let keys = [prompt_key, response_key, chosen_key, rejected_key];
-    let used: &[usize] = match kind {
-        RowKind::Demonstration | RowKind::Labelled => &[0, 1],
-        RowKind::Pair => &[2, 3],
-        RowKind::Prompt | RowKind::Steps | RowKind::Text => &[0],
+    let used = match fields {
+        Fields::Prompt | Fields::Text => 0..1,
+        Fields::Response => 0..2,
+        Fields::Sides => 2..4,
     };
     let chat = row.iter().find(|(name, value)| *name != messages_key && is_conversation(value));
-    let chat =
-        chat.filter(|_| key == prompt_key && kind != RowKind::Text).map(|(name, _)| ("messages_key", name.as_str()));
+    let chat = chat.filter(|_| key == prompt_key && fields != Fields::Text);
+    let chat = chat.map(|(name, _)| ("messages_key", name.as_str()));
     let is_free = |name: &&&str| row.contains_key(**name) && keys.iter().all(|key| key.as_str() != **name);
-    let named = |i: &usize| Some((NAMES[*i].0, *NAMES[*i].1.iter().find(is_free)?));
+    let named = |i: usize| Some((NAMES[i].0, *NAMES[i].1.iter().find(is_free)?));
     let found: Vec<(&str, &str)> = match chat {
         Some(chat) => vec![chat],
-        None => used.iter().filter(|i| field(row, keys[**i]).is_none()).filter_map(named).collect(),
+        None => used.filter(|i| field(row, keys[*i]).is_none()).filter_map(named).collect(),
     };
     if !found.is_empty() {
         let set: Vec<String> = found.iter().map(|(key, name)| format!("data.{key} = {name:?}")).collect();
@@ -360,10 +378,10 @@ pub(super) fn missing(row: &Map<String, Value>, config: &DataConfig, kind: RowKi
         return error.hint(format!("set {}{chat} (options: {})", set.join(" and "), options.join(", ")));
     }
     match () {
-        () if kind != RowKind::Pair && row.contains_key("chosen") && row.contains_key("rejected") => {
+        () if fields != Fields::Sides && row.contains_key("chosen") && row.contains_key("rejected") => {
             error.hint("pairs are for jobs such as dpo and reward_model, and for shard --pairs")
         }
-        () if kind != RowKind::Text && row.keys().eq(["text"]) => {
+        () if fields != Fields::Text && row.keys().eq(["text"]) => {
             error.hint("texts without a prompt are for data.pretrain, and for shard --text")
         }
         () => error,

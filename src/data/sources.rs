@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::cut::{Entry, RowTokens, cut};
-use super::encode::shard_rows;
+use super::cut::{Entries, Entry, RowTokens};
+use super::encode::{ALL_FIELDS, shard_rows};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
 use super::input::{InputFile, check_entry, input_files, is_rows};
 use super::ledger::Ledger;
-use super::rows::{self, ALL_FIELDS, Reading};
+use super::rows::{self, Reading};
+use super::shape::Fields;
 use super::shard::{self, FileHash, Shard};
+use super::source::{Document, Source};
 use super::split::{TEST, TRAIN, check_training_splits, describe};
 use super::split::{no_such_split, none_to_evaluate, prompt_hash, splits_of};
 use crate::comm::Group;
@@ -21,17 +23,6 @@ use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::sys::files::xxh3;
 use serde::{Deserialize, Serialize};
-
-/// An open entry of `data.prompts` or `data.split.eval_files`.
-#[derive(Debug)]
-pub(super) struct Source {
-    pub name: String,
-    pub shard: Shard,
-    /// Identity of its first row.
-    pub first_id: u64,
-    /// The split of all its rows, if files are splits.
-    split: Option<&'static str>,
-}
 
 /// The rows of a job: training rows, in order, and held-out rows. Every rank opens the same rows and gets the same
 /// ones.
@@ -83,7 +74,7 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
     };
     group.agree(if group.rank() == 0 { make() } else { Ok(()) })?;
     if let Some(config) = &config.of_pretrain() {
-        let texts = prepare(Reading { config, kind: RowKind::Text, ..reading }, cache, hashes, group);
+        let texts = prepare(reading.of_pretrain(config), cache, hashes, group);
         prepared.pretrain = Some(Box::new(texts.map_err(|e| e.within("data.pretrain"))?));
     }
     prepared.eval_sets = config.each_eval_set(|config| prepare(Reading { config, ..reading }, cache, hashes, group))?;
@@ -92,11 +83,11 @@ pub fn prepare(reading: Reading<'_>, cache: &Path, hashes: &mut Hashes, group: &
 
 /// Fields of rows that the job needs after sharding. Rewards get all fields of a prompt.
 fn kept_fields(Reading { config, kind, .. }: Reading<'_>) -> Vec<String> {
-    match kind {
-        RowKind::Prompt => vec![ALL_FIELDS.into()],
-        _ if config.order == Order::Curriculum => vec![config.curriculum_field.clone()],
-        RowKind::Demonstration | RowKind::Pair | RowKind::Labelled | RowKind::Steps | RowKind::Text => Vec::new(),
+    if kind.spec().keeps_fields() {
+        return vec![ALL_FIELDS.into()];
     }
+    let is_curriculum = config.order == Order::Curriculum;
+    is_curriculum.then(|| config.curriculum_field.clone()).into_iter().collect()
 }
 
 impl Prepared {
@@ -110,12 +101,11 @@ impl Prepared {
             config.each_eval_set(|config| Self::find(Reading { config, ..reading }, cache, hashes, group))?;
         let hashes = hashes.hash_files(&paths, group)?;
         let DataConfig { prompt_key, response_key, label_key, messages_key, chat_template, .. } = config;
-        let response_key = matches!(kind, RowKind::Demonstration | RowKind::Labelled).then_some(response_key);
-        let by_kind = matches!(kind, RowKind::Labelled | RowKind::Steps | RowKind::Text)
-            .then(|| format!(" {kind:?}"))
-            .unwrap_or_default();
+        let spec = kind.spec();
+        let response_key = (spec.fields() == Fields::Response).then_some(response_key);
+        let by_kind = if spec.names_shards() { format!(" {kind:?}") } else { String::new() };
         let DataConfig { chosen_key, rejected_key, margin_key, .. } = config;
-        let pair_keys = (kind == RowKind::Pair).then_some((chosen_key, rejected_key, margin_key));
+        let pair_keys = (spec.fields() == Fields::Sides).then_some((chosen_key, rejected_key, margin_key));
         let keys = (prompt_key, response_key, pair_keys, label_key, messages_key, chat_template, kept_fields(reading));
         let args = if config.chat_template_args.is_empty() {
             String::new()
@@ -230,7 +220,7 @@ impl Rows {
             }
             if let Some(stratum) = strata.last_mut() {
                 for &document in &train[s] {
-                    match entries_of(reading, s, source, document)? {
+                    match entries_of(source.document(document), reading)? {
                         Ok(entries) => {
                             if config.order == Order::Curriculum {
                                 stratum.keys.push(curriculum_key(config, source, document)?);
@@ -246,7 +236,7 @@ impl Rows {
         let mut eval = Vec::new();
         for (s, source) in sources.iter().enumerate() {
             for &document in &evaluated[s] {
-                match entries_of(reading, s, source, document)? {
+                match entries_of(source.document(document), reading)? {
                     Ok(entries) => {
                         ledger.held_out += 1;
                         eval.extend(entries);
@@ -263,13 +253,9 @@ impl Rows {
         }
         let feed = Feed::new(config, strata, seed, ledger)?;
         let pretrain = match (&prepared.pretrain, &config.of_pretrain()) {
-            (Some(texts), Some(config)) => Some(Box::new(Self::open_from(
-                0,
-                Reading { config, kind: RowKind::Text, ..reading },
-                texts,
-                seed,
-                &[],
-            )?)),
+            (Some(texts), Some(config)) => {
+                Some(Box::new(Self::open_from(0, reading.of_pretrain(config), texts, seed, &[])?))
+            }
             _ => None,
         };
         Ok(Self { sources: sources.into(), feed, eval, kind: reading.kind, pretrain, eval_sets: Vec::new(), filtered })
@@ -284,8 +270,7 @@ impl Rows {
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
         let pretrain = reading.config.of_pretrain().map(|config| {
             let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
-            let reading = Reading { config: &config, kind: RowKind::Text, ..reading };
-            Self::of_lengths(reading, &[longest], &[], seed).map(Box::new)
+            Self::of_lengths(reading.of_pretrain(&config), &[longest], &[], seed).map(Box::new)
         });
         let (kind, pretrain, eval_sets, filtered) = (reading.kind, pretrain.transpose()?, Vec::new(), Vec::new());
         Ok(Self { sources: Arc::default(), feed, eval: entries(eval), kind, pretrain, eval_sets, filtered })
@@ -296,13 +281,14 @@ impl Rows {
         std::iter::once(self).chain(self.eval_sets.iter().map(|(_, rows)| rows))
     }
 
+    /// The document of a row. `None` for rows of which only the length is known.
+    pub(super) fn document(&self, entry: &Entry) -> Option<Document<'_>> {
+        Some(self.sources.get(entry.source as usize)?.document(entry.document))
+    }
+
     /// The file and line of a row, or its index in a shard that does not list them.
     pub(super) fn line_of(&self, entry: &Entry) -> Result<String> {
-        let source = &self.sources[entry.source as usize];
-        Ok(match source.shard.meta(entry.document as usize)?.source {
-            line if line.is_empty() => format!("document {} of {}", entry.document, source.name),
-            line => line,
-        })
+        self.sources[entry.source as usize].document(entry.document).line()
     }
 
     /// Rows (or pieces of long prompts) in an epoch.
@@ -363,72 +349,19 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
         shard.check_tokenizer(tokenizer.sha256())?;
         check_training_splits(config, reading.kind, name, &shard)?;
         let documents = shard.documents() as u64;
-        sources.push(Source { name: name.clone(), shard, first_id, split: by_file.then_some(split) });
+        let (index, split) = (sources.len() as u32, by_file.then_some(split));
+        sources.push(Source { name: name.clone(), shard, index, first_id, split });
         first_id += documents;
     }
     Ok(sources)
 }
 
-/// The entries of a row, or the rule that filters it. Tokens after a prompt count only if they are learned from.
-fn entries_of(
-    reading: Reading<'_>,
-    s: usize,
-    source: &Source,
-    document: u64,
-) -> Result<std::result::Result<Vec<Entry>, &'static str>> {
-    let shard = &source.shard;
-    let prompt = shard.prompt_tokens(document as usize)?;
-    let lengths = || shard.lengths(document as usize);
-    let prefix = shard.prefix().display();
-    if prompt == 0 {
-        return Ok(Err("empty_document"));
+/// The entries of a row, or the rule that filters it.
+fn entries_of(document: Document, Reading { config, kind, .. }: Reading<'_>) -> Result<Entries> {
+    match document.prompt_tokens()? {
+        0 => Ok(Err("empty_document")),
+        prompt => kind.spec().entries(document, prompt, config),
     }
-    let needed = match reading.kind {
-        RowKind::Pair => Some((3, "prompt, chosen and rejected", "--pairs")),
-        RowKind::Labelled => Some((2, "prompt and response", "--labelled")),
-        RowKind::Steps => Some((1, "one text", "--steps")),
-        RowKind::Prompt | RowKind::Demonstration | RowKind::Text => None,
-    };
-    if let Some((sequences, what, option)) = needed {
-        let found = lengths()?.len();
-        if found != sequences {
-            return Err(Error::data(format!("{prefix}: document {document} must have {what} (sequences: {found})"))
-                .hint(format!("shard the rows with {option}")));
-        }
-    }
-    if reading.kind == RowKind::Pair {
-        let [chosen, rejected] = [lengths()?[1], lengths()?[2]];
-        let entries = cut(reading.config, s, document, prompt, chosen.max(rejected));
-        if let Ok([entry]) = entries.as_deref()
-            && (entry.rest as usize) < chosen.max(rejected)
-        {
-            let sides = shard.document(document as usize)?;
-            let [one, other] = [1, 2].map(|side| sides[side].iter().take(entry.rest as usize));
-            if one.eq(other) {
-                return Ok(Err("pair_equal_when_cut"));
-            }
-        }
-        return Ok(entries.map(|mut entries| {
-            for entry in &mut entries {
-                // Each side is cut like the longer one.
-                let both = chosen.min(entry.rest as usize) + rejected.min(entry.rest as usize);
-                entry.cut += (chosen + rejected - both) as u32 - (chosen.max(rejected) as u32 - entry.rest);
-                entry.rest = both as u32;
-            }
-            entries
-        }));
-    }
-    let (prompt, rest) = match reading.kind {
-        RowKind::Prompt | RowKind::Text => (prompt, 0),
-        // A text that is too long loses its end.
-        RowKind::Steps => (prompt.min(1), prompt.saturating_sub(1)),
-        RowKind::Demonstration | RowKind::Labelled | RowKind::Pair => (prompt, lengths()?[1..].iter().sum()),
-    };
-    if rest == 0 && reading.kind == RowKind::Demonstration {
-        return Err(Error::data(format!("{prefix}: document {document} has a prompt but no response"))
-            .hint("shard the rows with --response-key, or with --chat-template and assistant turns"));
-    }
-    Ok(cut(reading.config, s, document, prompt, rest))
 }
 
 fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result<f64> {

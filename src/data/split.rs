@@ -89,9 +89,10 @@ pub(super) fn check_training_splits(config: &DataConfig, kind: RowKind, name: &s
     }
     let ([test, ..], [train, ..]) = (&held_out[..], &rest[..]) else { return Ok(()) };
     let error = Error::data(format!("{name} has the splits {}: all would train", trained.join(", ")));
-    Err(error.hint(match kind {
-        RowKind::Text => "list the files of one split in data.pretrain".to_owned(),
-        _ => format!("set data.prompt_split = {train:?}, and data.eval_split = {test:?} to evaluate on the others"),
+    Err(error.hint(if kind.spec().has_splits() {
+        format!("set data.prompt_split = {train:?}, and data.eval_split = {test:?} to evaluate on the others")
+    } else {
+        "list the files of one split in data.pretrain".to_owned()
     }))
 }
 
