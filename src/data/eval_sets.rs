@@ -2,7 +2,7 @@
 
 use super::cut::PIECE_SHIFT;
 use super::rows::{Reading, row_fields};
-use super::source::Source;
+use super::source::{Document, Source};
 use super::sources::{Prepared, Rows};
 use crate::config::data::DataConfig;
 use crate::error::Result;
@@ -37,8 +37,8 @@ impl Rows {
         move |id| {
             let found = |(sources, config)| Some((document_of(sources, id)?, config));
             let found = all.iter().rev().find_map(|(sources, config)| found((sources, config)));
-            let Some(((source, document), config)) = found else { return Ok(RowFields::default()) };
-            Ok(row_fields(source.shard.meta(document)?.fields, config))
+            let Some((document, config)) = found else { return Ok(RowFields::default()) };
+            Ok(row_fields(document.meta()?.fields, config))
         }
     }
 
@@ -51,9 +51,9 @@ impl Rows {
     }
 }
 
-/// The source and document of a prompt's row, by `Prompt::id`.
-pub(super) fn document_of(sources: &[Source], id: u64) -> Option<(&Source, usize)> {
+/// The document of a prompt's row, by `Prompt::id`.
+pub(super) fn document_of(sources: &[Source], id: u64) -> Option<Document<'_>> {
     let row = id & ((1 << PIECE_SHIFT) - 1);
     let source = sources.iter().rfind(|source| source.first_id <= row)?;
-    Some((source, (row - source.first_id) as usize))
+    Some(source.document(row - source.first_id))
 }

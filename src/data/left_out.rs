@@ -1,7 +1,7 @@
 //! `ledger.jsonl`: the rows that are not learned from, one JSON line each.
 
 use super::eval_sets::document_of;
-use super::sources::Rows;
+use super::sources::{Filtered, Rows};
 use crate::error::{Error, Result};
 use crate::sys::files;
 use serde_json::{Value, json};
@@ -27,8 +27,8 @@ impl Rows {
         };
         files::replace_with(path, |out| {
             let all = self.with_sets().flat_map(|rows| rows.filtered.iter().map(move |filtered| (rows, filtered)));
-            for (rows, (source, document, rule)) in all {
-                let source = &rows.sources[*source].shard.meta(*document as usize)?.source;
+            for (rows, Filtered { source, document, rule }) in all {
+                let source = rows.sources[*source].document(*document).meta()?.source;
                 writeln!(out, "{}", json!({"source": source, "rule": rule}))
                     .map_err(|e| Error::io("write", path, &e))?;
             }
@@ -46,7 +46,7 @@ impl Rows {
         let mut lines = String::new();
         for (id, score_mean) in dropped {
             let source = match document_of(&self.sources, id) {
-                Some((source, document)) => source.shard.meta(document)?.source,
+                Some(document) => document.meta()?.source,
                 None => String::new(),
             };
             let line = json!({"source": source, "rule": "dynamic_sampling", "step": step, "score_mean": score_mean});

@@ -109,8 +109,7 @@ impl<T: Row> RowSource<T> {
             return Ok(String::new());
         };
         let row = self.read(rows, &entry)?;
-        let (parts, label) = row.parts();
-        let text = self.tokenizer.marked(parts)?;
+        let (text, label) = (self.tokenizer.marked(row.parts())?, row.label());
         Ok(if label.is_empty() { text } else { format!("{text}  label {label}") })
     }
 

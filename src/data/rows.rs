@@ -40,7 +40,7 @@ impl<'a> Reading<'a> {
     /// A prompt, if there is one, and an answer to it. Without a prompt, a text or a list of token ids is all answer.
     pub(super) fn side(self, row: &Map<String, Value>, prompt: Option<&Field>, answer: &Field) -> Result<Side> {
         match Turns::join(prompt, answer, self.config.chat_template)? {
-            Turns::Chat(mut all, _) => {
+            Turns::Chat { messages: mut all, .. } => {
                 let last = all.len() - 1;
                 // A template that rewrites earlier turns still prints a whole conversation.
                 let mut sequences = match self.turns(row, &all, |i| is_assistant(&all[i]))? {
@@ -51,11 +51,11 @@ impl<'a> Reading<'a> {
                 let answer = sequences.pop().unwrap_or_default();
                 Ok(Side { before: Some(all), prompt: sequences.concat(), answer })
             }
-            Turns::Plain(Some(prompt), answer) => {
+            Turns::Plain { prompt: Some(prompt), answer } => {
                 let (prompt, answer) = (self.tokens(prompt, Place::Prompt)?, self.tokens(answer, Place::Answer)?);
                 Ok(Side { before: None, prompt, answer })
             }
-            Turns::Plain(None, answer) => {
+            Turns::Plain { prompt: None, answer } => {
                 Ok(Side { before: None, prompt: Vec::new(), answer: self.tokens(answer, Place::Whole)? })
             }
         }

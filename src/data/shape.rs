@@ -39,10 +39,10 @@ pub enum Fields {
 
 /// A prompt and an answer to it.
 pub(super) enum Turns<'a> {
-    /// A conversation that ends with the answer, and the number of messages in the prompt.
-    Chat(Vec<Value>, usize),
+    /// A conversation that ends with the answer. The messages before `first` are the prompt.
+    Chat { messages: Vec<Value>, first: usize },
     /// Texts or token ids.
-    Plain(Option<&'a Field<'a>>, &'a Field<'a>),
+    Plain { prompt: Option<&'a Field<'a>>, answer: &'a Field<'a> },
 }
 
 /// Other names of roles, in ShareGPT and in data made with it.
@@ -217,10 +217,10 @@ impl<'a> Turns<'a> {
         let before = prompt.map_or(Some(Vec::new()), |prompt| prompt.content.messages("user", is_chat));
         let is_whole = matches!(answer.content, Content::Messages(_));
         let (Some(mut all), Some(turns)) = (before, answer.content.messages("assistant", is_chat)) else {
-            return Ok(Self::Plain(prompt, answer));
+            return Ok(Self::Plain { prompt, answer });
         };
         if prompt.is_none() && !is_whole {
-            return Ok(Self::Plain(prompt, answer));
+            return Ok(Self::Plain { prompt, answer });
         }
         let key = answer.key;
         let mut first = all.len();
@@ -242,7 +242,7 @@ impl<'a> Turns<'a> {
             return Err(Error::data(format!("field {key:?} must end with an assistant message")));
         }
         first = first.min(all.len() - 1);
-        Ok(Self::Chat(all, first))
+        Ok(Self::Chat { messages: all, first })
     }
 }
 

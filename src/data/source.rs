@@ -1,6 +1,6 @@
 //! An open entry of `data.prompts`, and its documents.
 
-use super::shard::Shard;
+use super::shard::{Meta, Shard};
 use crate::error::{Error, Result};
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
@@ -55,13 +55,17 @@ impl Document<'_> {
         self.source.shard.prompt(self.index as usize)
     }
 
+    pub fn meta(self) -> Result<Meta> {
+        self.source.shard.meta(self.index as usize)
+    }
+
     pub fn label(self) -> Result<String> {
-        Ok(self.source.shard.meta(self.index as usize)?.label)
+        Ok(self.meta()?.label)
     }
 
     /// The file and line of its row, or its index in a shard that does not list them.
     pub fn line(self) -> Result<String> {
-        let line = self.source.shard.meta(self.index as usize)?.source;
+        let line = self.meta()?.source;
         Ok(if line.is_empty() { format!("document {} of {}", self.index, self.source.name) } else { line })
     }
 

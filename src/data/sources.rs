@@ -39,8 +39,15 @@ pub struct Rows {
     pub(super) filtered: Vec<Filtered>,
 }
 
-/// A document that is never handed out, with the number of its source, and the rule that filtered it.
-pub(super) type Filtered = (usize, u64, &'static str);
+/// A document that is never handed out.
+#[derive(Debug)]
+pub(super) struct Filtered {
+    /// The index of its source.
+    pub source: usize,
+    pub document: u64,
+    /// The rule that filtered it.
+    pub rule: &'static str,
+}
 
 /// The version of the conversion of rows to tokens. Shards of another version are not used again.
 const ENCODING: &str = "rows 2";
@@ -223,12 +230,12 @@ impl Rows {
                     match entries_of(source.document(document), reading)? {
                         Ok(entries) => {
                             if config.order == Order::Curriculum {
-                                stratum.keys.push(curriculum_key(config, source, document)?);
+                                stratum.keys.push(curriculum_key(config, source.document(document))?);
                             }
                             stratum.rows.push(stratum.entries.len() as u32);
                             stratum.entries.extend(entries);
                         }
-                        Err(rule) => filtered.push((s, document, rule)),
+                        Err(rule) => filtered.push(Filtered { source: s, document, rule }),
                     }
                 }
             }
@@ -241,11 +248,11 @@ impl Rows {
                         ledger.held_out += 1;
                         eval.extend(entries);
                     }
-                    Err(_) => filtered.push((s, document, "eval_split_too_long")),
+                    Err(_) => filtered.push(Filtered { source: s, document, rule: "eval_split_too_long" }),
                 }
             }
         }
-        for (_, _, rule) in &filtered {
+        for Filtered { rule, .. } in &filtered {
             ledger.filter(rule, 1);
         }
         if eval.is_empty() && (!config.eval_split.is_empty() || config.only_evaluates && !sources.is_empty()) {
@@ -364,8 +371,8 @@ fn entries_of(document: Document, Reading { config, kind, .. }: Reading<'_>) -> 
     }
 }
 
-fn curriculum_key(config: &DataConfig, source: &Source, document: u64) -> Result<f64> {
-    let meta = source.shard.meta(document as usize)?;
+fn curriculum_key(config: &DataConfig, document: Document) -> Result<f64> {
+    let meta = document.meta()?;
     let field = &config.curriculum_field;
     let found = meta.fields.get(field).or_else(|| rows::field(&meta.fields, field));
     found.and_then(serde_json::Value::as_f64).ok_or_else(|| {
@@ -404,12 +411,13 @@ fn select(
     let mut held_out = HashSet::new();
     for (source, rows) in sources.iter().zip(&eval) {
         for row in rows {
-            held_out.insert(prompt_hash(&source.shard.prompt(*row as usize)?, 0));
+            held_out.insert(prompt_hash(&source.document(*row).prompt()?, 0));
         }
     }
     for (_, set) in eval_sets {
         for entry in &set.eval {
-            held_out.insert(prompt_hash(&set.sources[entry.source as usize].shard.prompt(entry.document as usize)?, 0));
+            let document = set.sources[entry.source as usize].document(entry.document);
+            held_out.insert(prompt_hash(&document.prompt()?, 0));
         }
     }
     let mut train = Vec::with_capacity(sources.len());
@@ -423,11 +431,11 @@ fn select(
         };
         let mut kept = Vec::new();
         for row in (0..documents).filter(|row| !evaluates.contains(row)) {
-            let is_known = || Ok(held_out.contains(&prompt_hash(&source.shard.prompt(row as usize)?, 0)));
+            let is_known = || Ok(held_out.contains(&prompt_hash(&source.document(row).prompt()?, 0)));
             if !trains(&row) {
-                filtered.push((s, row, "other_split"));
+                filtered.push(Filtered { source: s, document: row, rule: "other_split" });
             } else if !held_out.is_empty() && is_known()? {
-                filtered.push((s, row, "same_prompt_in_eval_split"));
+                filtered.push(Filtered { source: s, document: row, rule: "same_prompt_in_eval_split" });
             } else {
                 kept.push(row);
             }

@@ -42,7 +42,7 @@ impl RowSpec for Demonstrations {
         let turns = match &response {
             Some(response) => Turns::join(Some(prompt), response, config.chat_template)?,
             None => match prompt.content.messages("user", config.chat_template) {
-                Some(messages) if messages.iter().any(is_assistant) => Turns::Chat(messages, 0),
+                Some(messages) if messages.iter().any(is_assistant) => Turns::Chat { messages, first: 0 },
                 messages => {
                     if messages.is_none() {
                         reading.tokens(prompt, Place::Prompt)?;
@@ -52,7 +52,7 @@ impl RowSpec for Demonstrations {
             },
         };
         match turns {
-            Turns::Chat(messages, first) => {
+            Turns::Chat { messages, first } => {
                 if first > 0 && messages[first - 1..].iter().take(2).filter(|m| is_assistant(m)).count() == 2 {
                     return Err(Error::data(format!(
                         "fields {:?} and {:?} end with different answers",
@@ -63,7 +63,7 @@ impl RowSpec for Demonstrations {
                 let learned = |i: usize| i >= first && is_assistant(&messages[i]) && !is_left_out(&messages[i]);
                 reading.turns(row, &messages, learned)?.ok_or_else(rewrites)
             }
-            Turns::Plain(_, response) => {
+            Turns::Plain { answer: response, .. } => {
                 Ok(vec![reading.tokens(prompt, Place::Prompt)?, reading.tokens(response, Place::Answer)?])
             }
         }
@@ -100,7 +100,7 @@ fn is_left_out(message: &Value) -> bool {
 impl Row for SftRow {
     const KIND: RowKind = RowKind::Demonstration;
 
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+    fn parts(&self) -> Vec<(&[u32], bool)> {
         let mut rest = &self.tokens[..];
         let mut parts = Vec::new();
         for run in self.mask.chunk_by(|a, b| a == b) {
@@ -108,7 +108,7 @@ impl Row for SftRow {
             parts.push((own, run[0] != 0));
             rest = behind;
         }
-        (parts, "")
+        parts
     }
 
     fn read(entry: &Entry, document: Option<Document>, _tokenizer: &Tokenizer) -> Result<Self> {

@@ -70,9 +70,13 @@ impl RowSpec for LabelledResponses {
 impl Row for LabelledRow {
     const KIND: RowKind = RowKind::Labelled;
 
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+    fn parts(&self) -> Vec<(&[u32], bool)> {
         let (prompt, response) = self.tokens.split_at(self.prompt_tokens);
-        (vec![(prompt, false), (response, true)], if self.is_desirable { "true" } else { "false" })
+        vec![(prompt, false), (response, true)]
+    }
+
+    fn label(&self) -> &str {
+        if self.is_desirable { "true" } else { "false" }
     }
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {

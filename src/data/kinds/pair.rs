@@ -144,9 +144,13 @@ impl Row for PairRow {
         Ok((entry.end - entry.start) as usize + chosen.max(rejected))
     }
 
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
+    fn parts(&self) -> Vec<(&[u32], bool)> {
         let (prompt, chosen) = self.chosen.split_at(self.prompt_tokens);
-        (vec![(prompt, false), (chosen, true), (&self.rejected[self.prompt_tokens..], false)], &self.label)
+        vec![(prompt, false), (chosen, true), (&self.rejected[self.prompt_tokens..], false)]
+    }
+
+    fn label(&self) -> &str {
+        &self.label
     }
 
     fn sequences(&self) -> Vec<usize> {

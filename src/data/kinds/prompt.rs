@@ -66,8 +66,12 @@ impl Row for Prompt {
         format!("set data.prompt_tokens_max to at most {most}, and data.long_prompts for longer prompts")
     }
 
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
-        (vec![(&self.tokens[..], false)], &self.label)
+    fn parts(&self) -> Vec<(&[u32], bool)> {
+        vec![(&self.tokens[..], false)]
+    }
+
+    fn label(&self) -> &str {
+        &self.label
     }
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {

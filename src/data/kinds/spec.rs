@@ -1,4 +1,4 @@
-//! What a kind of rows is: from the fields of a row to a document of a shard, and from the document to a row of a method.
+//! The description of a kind of rows: how a row becomes a document of a shard, and the document a row of a method.
 
 use serde_json::{Map, Value};
 
@@ -104,12 +104,17 @@ pub trait Row: Sized {
         format!("set data.row_tokens_max = {context}, and data.long_prompts to cut longer rows or drop them")
     }
 
-    /// Its tokens in parts, and whether each part is learned. Also its label, or an empty string.
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str);
+    /// Its tokens in parts, and whether each part is learned.
+    fn parts(&self) -> Vec<(&[u32], bool)>;
+
+    /// Its label, to be shown. Empty without one.
+    fn label(&self) -> &str {
+        ""
+    }
 
     /// The number of tokens of each sequence made from it.
     fn sequences(&self) -> Vec<usize> {
-        vec![self.parts().0.iter().map(|(tokens, _)| tokens.len()).sum()]
+        vec![self.parts().iter().map(|(tokens, _)| tokens.len()).sum()]
     }
 
     /// The row, or the piece of a row, that `entry` describes. The document is `None` for rows of which only the length

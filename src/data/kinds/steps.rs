@@ -85,8 +85,12 @@ impl RowSpec for StepTexts {
 impl Row for StepRow {
     const KIND: RowKind = RowKind::Steps;
 
-    fn parts(&self) -> (Vec<(&[u32], bool)>, &str) {
-        (vec![(&self.tokens, false)], &self.label)
+    fn parts(&self) -> Vec<(&[u32], bool)> {
+        vec![(&self.tokens, false)]
+    }
+
+    fn label(&self) -> &str {
+        &self.label
     }
 
     fn read(entry: &Entry, document: Option<Document>, _tokenizer: &Tokenizer) -> Result<Self> {
