@@ -50,7 +50,7 @@ pub enum Gemm {
 
 table! {
     pub struct JobConfig {
-        pub kind: JobKind = JobKind::Ppo,
+        pub kind: JobKind = <_>::default(),
         pub name: String = String::new(),
         pub dir: PathBuf = "runs/rlhf".into(),
         pub seed: u64 = 42 => 0.0..=i64::MAX as f64,
