@@ -258,14 +258,15 @@ impl Group {
         channel.gather(x, ranges, self.0.rank);
     }
 
-    /// The numbers of all ranks, in rank order, if the number of each rank's is known. Those of a null group are zeros.
+    /// The numbers of all ranks, in rank order, if the number of each rank's is known. On a null device all are zeros:
+    /// it has no peers, and does not compute all of its own numbers.
     ///
     /// # Panics
     /// If a rank has another number of them.
     pub fn all_gather_counts<T: Pod>(&self, mine: &[T], counts: &[usize]) -> Vec<Vec<T>> {
         let mut all = self.all_gather_numbers(mine);
         for (rank, (numbers, &count)) in all.iter_mut().zip(counts).enumerate() {
-            if self.is_null() {
+            if null::is_active() {
                 *numbers = vec![T::zeroed(); count];
             }
             assert_eq!(numbers.len(), count, "numbers of rank {rank} of {}", self.0.axis);
