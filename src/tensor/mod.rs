@@ -13,7 +13,7 @@ mod slice;
 pub use crate::dtype::DType;
 pub use flat::{Flat, Later};
 pub use indices::Indices;
-pub use piece::Piece;
+pub use piece::{Piece, convert, copy};
 pub use slice::{Slice, SliceMut};
 
 use crate::device::cuda::{View, ViewMut};

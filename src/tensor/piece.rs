@@ -41,6 +41,20 @@ impl Piece {
     }
 }
 
+/// Sets the values of `to` from those of `from`, which are as many, by `change` on parts of both. Parts begin at
+/// multiples of 65,536. Does nothing on a null device.
+pub fn convert<T: Sync, U: Send>(from: &[T], to: &mut [U], change: impl Fn(&[T], &mut [U]) + Sync) {
+    assert_eq!(from.len(), to.len(), "convert: the lengths differ");
+    if !null::is_active() {
+        to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| change(from, to));
+    }
+}
+
+/// Copies values. Does nothing on a null device.
+pub fn copy<T: Copy + Send + Sync>(from: &[T], to: &mut [T]) {
+    convert(from, to, |from, to| to.copy_from_slice(from));
+}
+
 /// Copies rows of `width` values, which are strides apart.
 pub(super) fn rows<T: Copy + Send + Sync>(
     from: &[T],
@@ -48,11 +62,11 @@ pub(super) fn rows<T: Copy + Send + Sync>(
     [from_stride, to_stride]: [usize; 2],
     (rows, width): (usize, usize),
 ) {
+    if rows == 1 {
+        return copy(from, to);
+    }
     if null::is_active() {
         return;
-    }
-    if rows == 1 {
-        return to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK)).for_each(|(to, from)| to.copy_from_slice(from));
     }
     let each = (CHUNK / width.max(1)).max(1);
     let pairs = to.par_chunks_mut(to_stride).zip(from.par_chunks(from_stride)).with_min_len(each);

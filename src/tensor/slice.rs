@@ -1,8 +1,8 @@
 //! Views of the values that an operation reads or writes, on either device.
 
-use super::piece::{Piece, rows};
+use super::piece::{Piece, copy, rows};
 use crate::device::Device;
-use crate::device::cuda::{View, ViewMut, copy};
+use crate::device::cuda::{View, ViewMut, copy as on_gpu};
 use crate::dtype::DType;
 use std::ops::Range;
 
@@ -67,11 +67,15 @@ impl<'a> Slice<'a> {
         }
     }
 
-    /// A copy of the values on the host.
+    /// A copy of the values on the host: zeros on a null device.
     pub fn to_host(self) -> Vec<f32> {
         match self {
             Self::Cuda(view) => view.to_f32(),
-            values => values.f32().to_vec(),
+            values => {
+                let mut host = vec![0.0; values.len()];
+                copy(values.f32(), &mut host);
+                host
+            }
         }
     }
 }
@@ -158,7 +162,7 @@ impl<'a> SliceMut<'a> {
             (SliceMut::Bf16(to), Slice::Bf16(from)) => rows(from, to, strides, sizes[0]),
             (SliceMut::Cuda(mut to), Slice::Cuda(from)) if piece.rows == 1 => to.copy_from(from),
             (SliceMut::Cuda(to), Slice::Cuda(from)) => {
-                copy::columns(from, strides[0], to, strides[1], piece.rows, piece.width);
+                on_gpu::columns(from, strides[0], to, strides[1], piece.rows, piece.width);
             }
             (to, from) => panic!("cannot copy {from:?} to {to:?}"),
         }

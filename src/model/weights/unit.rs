@@ -4,16 +4,12 @@ use super::pack::{narrow, widen};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
-use crate::device::null;
 use crate::model::params::{ParamId, ParamTable};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, FLAT_ALIGN, Flat, Layout, Piece, Slice, SliceMut, Weight};
-use rayon::prelude::*;
+use crate::tensor::{DType, FLAT_ALIGN, Flat, Layout, Piece, Slice, SliceMut, Weight, convert, copy};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The number of elements that one task converts between dtypes.
-const CHUNK: usize = 1 << 16;
 /// The number of elements that are on the host at a time during an upload to a GPU: enough for all threads.
 const UPLOADED: usize = 1 << 21;
 
@@ -220,13 +216,10 @@ impl UnitValues {
     /// Updates the f32 copies after bf16 values were changed. Does nothing for other values.
     pub fn refresh(&mut self) {
         let (Slice::Bf16(flat), Some(copies)) = (self.values.all(), &mut self.copies) else { return };
-        for &(id, start) in copies.starts.iter().filter(|_| !null::is_active()) {
+        for &(id, start) in &copies.starts {
             let spec = self.table.spec(id);
-            let from = spec.offset - self.range.start;
-            let pairs = copies.values[start..start + spec.len].par_chunks_mut(CHUNK);
-            pairs.zip(flat[from..from + spec.len].par_chunks(CHUNK)).for_each(|(to, from)| {
-                widen(Layout::Row, from, to);
-            });
+            let from = &flat[spec.offset - self.range.start..][..spec.len];
+            convert(from, &mut copies.values[start..start + spec.len], |from, to| widen(Layout::Row, from, to));
         }
     }
 
@@ -254,17 +247,15 @@ impl UnitValues {
     /// Writes the f32 values (in f32 panel order) of a flat range into `out`.
     pub(in crate::model) fn to_master(&self, range: &Range<usize>, out: &mut [f32]) {
         match self.part(range) {
-            _ if null::is_active() => {}
-            Slice::F32(values) => out.copy_from_slice(values),
+            Slice::F32(values) => copy(values, out),
             Slice::Bf16(values) => {
                 for (id, part) in self.table.parts(range) {
                     let at = part.start - range.start..part.end - range.start;
                     let layout = self.table.spec(id).layout;
-                    let pairs = out[at.clone()].par_chunks_mut(CHUNK).zip(values[at].par_chunks(CHUNK));
-                    pairs.for_each(|(to, from)| widen(layout, from, to));
+                    convert(&values[at.clone()], &mut out[at], |from, to| widen(layout, from, to));
                 }
             }
-            Slice::Cuda(view) => out.copy_from_slice(&view.to_f32()),
+            Slice::Cuda(view) => copy(&view.to_f32(), out),
         }
     }
 
@@ -272,18 +263,16 @@ impl UnitValues {
     pub(super) fn store_master(&mut self, range: &Range<usize>, master: &[f32]) {
         let here = self.here(range);
         match self.values.all_mut().part(here) {
-            _ if null::is_active() => {}
-            SliceMut::F32(values) => values.copy_from_slice(master),
+            SliceMut::F32(values) => copy(master, values),
             SliceMut::Bf16(values) => {
                 let copies = self.copies.as_mut().expect("bf16 values of the CPU have f32 copies");
                 for (id, part) in self.table.parts(range) {
                     let spec = self.table.spec(id);
                     let at = part.start - range.start..part.end - range.start;
-                    let pairs = values[at.clone()].par_chunks_mut(CHUNK).zip(master[at.clone()].par_chunks(CHUNK));
-                    pairs.for_each(|(to, from)| narrow(spec.layout, from, to));
+                    convert(&master[at.clone()], &mut values[at.clone()], |from, to| narrow(spec.layout, from, to));
                     if let Some(start) = copies.start(id) {
-                        let copy = start + part.start - spec.offset;
-                        widen(Layout::Row, &values[at], &mut copies.values[copy..copy + part.len()]);
+                        let row_copy = &mut copies.values[start + part.start - spec.offset..][..part.len()];
+                        convert(&values[at], row_copy, |from, to| widen(Layout::Row, from, to));
                     }
                 }
             }
