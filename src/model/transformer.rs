@@ -8,20 +8,17 @@ use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
-use super::rope::Rope;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
+use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode};
-use crate::device::{Device, null};
 use crate::dtype::DType;
 use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
 use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
-use crate::sys::lock::lock;
 use crate::tensor::{Indices, Tensor};
-use std::sync::{Arc, Mutex, Weak};
-use std::thread::ThreadId;
+use std::sync::Arc;
 
 /// The units of the parameter table, in order: the embedding, each layer, the final norm with the head.
 const EMBEDDING: usize = 0;
@@ -341,22 +338,10 @@ impl Transformer {
     }
 }
 
-/// The rotary table of an architecture. Models of equal shape share one, because a table for a long context is large.
+/// The rotary table of an architecture.
 fn rope_table(arch: &Arch) -> Arc<RopeTable> {
-    type Shared = ((Rope, usize, usize, Option<ThreadId>), Weak<RopeTable>);
-    static TABLES: Mutex<Vec<Shared>> = Mutex::new(Vec::new());
-    // Those of a null device have no angles.
-    let head_dim = arch.blocks[0].attention().head_dim;
-    let key = (arch.rope.clone(), head_dim, arch.context, null::is_active().then(|| std::thread::current().id()));
-    let mut tables = lock(&TABLES);
-    tables.retain(|(_, table)| table.strong_count() > 0);
-    if let Some(table) = tables.iter().find(|(k, _)| *k == key).and_then(|(_, table)| table.upgrade()) {
-        return table;
-    }
-    let frequencies = arch.rope.inverse_frequencies(head_dim);
-    let table = Arc::new(RopeTable::new(&frequencies, arch.rope.attention_factor(), arch.context));
-    tables.push((key, Arc::downgrade(&table)));
-    table
+    let frequencies = arch.rope.inverse_frequencies(arch.blocks[0].attention().head_dim);
+    RopeTable::shared(&frequencies, arch.rope.attention_factor(), arch.context)
 }
 
 /// The positions of packed rows: each sequence counts from 0.

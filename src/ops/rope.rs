@@ -3,8 +3,10 @@
 use crate::device::cuda::Arg;
 use crate::device::cuda::rope::Table;
 use crate::device::{Device, cpu, cuda, null};
+use crate::sys::lock::lock;
 use crate::tensor::{Indices, Tensor};
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
+use std::thread::ThreadId;
 
 /// The number of positions in the smallest table.
 const POSITIONS_MIN: usize = 1024;
@@ -42,6 +44,27 @@ impl RopeTable {
             positions_max,
             angles: RwLock::default(),
         }
+    }
+
+    /// Like `new`. Equal tables in use are one, because a table for a long context is large.
+    pub fn shared(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Arc<Self> {
+        static TABLES: Mutex<Vec<(Option<ThreadId>, Weak<RopeTable>)>> = Mutex::new(Vec::new());
+        // Those of a null device have no angles.
+        let null_thread = null::is_active().then(|| std::thread::current().id());
+        let mut tables = lock(&TABLES);
+        tables.retain(|(_, table)| table.strong_count() > 0);
+        let equal = |table: &Arc<Self>| {
+            table.inverse_frequencies == inverse_frequencies
+                && table.attention_factor == attention_factor
+                && table.positions_max == positions_max
+        };
+        let same_device = tables.iter().filter(|(thread, _)| *thread == null_thread);
+        if let Some(table) = same_device.filter_map(|(_, table)| table.upgrade()).find(equal) {
+            return table;
+        }
+        let table = Arc::new(Self::new(inverse_frequencies, attention_factor, positions_max));
+        tables.push((null_thread, Arc::downgrade(&table)));
+        table
     }
 
     /// The number of positions that a table holds after a first request for `positions`, at most `positions_max`. It is
