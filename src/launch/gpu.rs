@@ -184,38 +184,46 @@ fn suits(config: &Config) -> Result<()> {
     dirs.try_for_each(|dir| check_arch(Device::Cuda, &Arch::load(dir)?, 1))
 }
 
-/// Initializes NCCL on each axis for which that is possible. Calls each collective of steps of `shape` once at the
-/// largest size, and runs their self-test, if the job wants it. Returns rows of the banner: one for each axis of several ranks, and one for the
-/// self-test. All ranks call this after `start`.
-pub fn join(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<(Vec<String>, Option<String>)> {
-    let Ranks { world, axes, rollout_axes, .. } = ranks;
-    let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
-    // A rollout that shards matrices as training does uses training's groups.
-    let alone = Group::one();
-    let apart = if rollout_axes.tensor.size() == axes.tensor.size() { &alone } else { &rollout_axes.tensor };
+/// The axes whose collectives of GPU values have a backend. A rollout that shards matrices as training does uses
+/// training's groups, so it has none of its own.
+fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 4] {
+    let Ranks { axes, rollout_axes, .. } = ranks;
+    let apart = if rollout_axes.tensor.size() == axes.tensor.size() { alone } else { &rollout_axes.tensor };
     let zero = if axes.sequence.size() > 1 { "data x sequence" } else { "data" };
-    let all = [
+    [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
         Axis { name: zero, group: &axes.zero, stream: Stream::Zero },
         Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
-    ];
-    let rows = backends::choose(&ranks.all, &all, &gpu, config.job.collectives)?;
+    ]
+}
+
+/// Initializes NCCL on each axis for which that is possible. Returns a row of the banner for each axis of several
+/// ranks. All ranks call this after `start`.
+pub fn join(config: &Config, ranks: &Ranks) -> Result<Vec<String>> {
+    let world = &ranks.world;
+    let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
+    backends::choose(&ranks.all, &axes(ranks, &Group::one()), &gpu, config.job.collectives)
+}
+
+/// Calls each collective of steps of `shape` once at the largest size, and runs their self-test, if the job wants it.
+/// Returns a row of the banner for the self-test. All ranks call this after `join`.
+pub fn try_collectives(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Option<String>> {
+    let alone = Group::one();
+    let all = axes(ranks, &alone);
     let (order, has_rollout) = (config.gradient.order, shape.has_rollout());
-    if !null::is_active() {
-        let [unit, activations] = largest_calls(config, ranks, shape)?;
-        let values = |axis: &Axis| if axis.stream == Stream::Zero { unit } else { activations };
-        self_test::warm(&all, axes, order, has_rollout, values);
-    }
+    let [unit, activations] = largest_calls(config, ranks, shape)?;
+    let values = |axis: &Axis| if axis.stream == Stream::Zero { unit } else { activations };
+    self_test::warm(&all, &ranks.axes, order, has_rollout, values);
     if !config.job.check {
-        return Ok((rows, None));
+        return Ok(None);
     }
     let start = Instant::now();
-    let check = || self_test::check(&ranks.all, &all, axes, order, has_rollout);
+    let check = || self_test::check(&ranks.all, &all, &ranks.axes, order, has_rollout);
     let names = phase::before_steps("the self-test of the collectives", check)?;
     let seconds = start.elapsed().as_secs_f64();
     let message = format!("collectives checked over {} in {seconds:.2} s", names.join(", "));
-    Ok((rows, (!names.is_empty()).then_some(message)))
+    Ok((!names.is_empty()).then_some(message))
 }
 
 /// The most values in one collective of ZeRO, a unit of weights, and of the other axes, the activations of a

@@ -108,7 +108,8 @@ impl Run {
         } else {
             // Timings and self-tests free their memory before the run reserves any.
             let gemm = gemm::choose(&mut config, &ranks, opened.checked.as_ref(), shape)?;
-            let (backends, checked_axes) = gpu::join(&config, &ranks, shape)?;
+            let backends = gpu::join(&config, &ranks)?;
+            let checked_axes = gpu::try_collectives(&config, &ranks, shape)?;
             gpu::limit(&config, &ranks.world);
             // One range, so that no phase fragments the memory for the next one.
             cuda::gpu().reserve();

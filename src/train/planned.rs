@@ -53,7 +53,7 @@ pub struct Planned<'a> {
 pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let ranks = planned.placements.iter().map(|(placement, _)| placement.ranks.end).max().unwrap_or(1);
     let _program = planned.gpu.map(|gpu| start_gpu(gpu, ranks)).transpose()?;
-    let mut run = open::<J>(&planned, ranks)?;
+    let mut run = open(&planned, ranks)?;
     let mut config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
     let model = |(i, spec): (usize, ModelSpec)| {
@@ -112,7 +112,7 @@ fn start_gpu(planned: PlannedGpu, ranks: usize) -> Result<Vec<cuda::Memory>> {
 }
 
 /// Like `Run::open`, for ranks that do not exist.
-fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
+fn open(planned: &Planned, size: usize) -> Result<Run> {
     let mut config = planned.config.clone();
     // Responses have their maximum length, and no reward starts a process.
     config.rollout.ignore_eos = true;
@@ -136,8 +136,7 @@ fn open<J: Job>(planned: &Planned, size: usize) -> Result<Run> {
     let ranks = Ranks::new(world, planned.placements.clone(), false)?;
     let recorder = Recorder::silent(&config.metrics);
     if planned.gpu.is_some() {
-        config.job.check = false;
-        gpu::join(&config, &ranks, &J::shape(&config))?;
+        gpu::join(&config, &ranks)?;
     }
     let forwards = planned.gpu.map(|gpu| Expected { forwards: gpu.forward_bytes, ..Expected::default() });
     Ok(Run {
