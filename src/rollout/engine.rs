@@ -6,6 +6,7 @@ use super::beams::{self, BeamRun, Beams};
 use super::live::Live;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
 use super::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_wanted};
+use super::steps::DecodeSteps;
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
@@ -28,6 +29,7 @@ pub struct Engine {
     refused: Option<String>,
     /// Mean number of new tokens in the responses of the last call.
     new_tokens_before: Option<usize>,
+    steps: DecodeSteps,
 }
 
 impl Engine {
@@ -41,6 +43,7 @@ impl Engine {
             decoder: None,
             refused: None,
             new_tokens_before: None,
+            steps: DecodeSteps::here(),
         }
     }
 
@@ -90,8 +93,8 @@ impl Engine {
         let needed = pages_wanted(specs.iter().copied(), batch_max);
         let limits = Limits { batch_max, ..self.make_cache(&model, &specs, needed) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
-        // The synthetic prompts of a plan are all the same.
-        if !null::is_active() {
+        // The prompts of a null device are all the same tokens.
+        if self.steps == DecodeSteps::All {
             let mut next = 0;
             let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
                 let is_first = spec.group == next;
@@ -116,6 +119,7 @@ impl Engine {
             decoder: (self.config.graphs && hooks.turns.is_none()).then_some(&mut self.decoder),
             refused: &mut self.refused,
             limits,
+            steps: self.steps,
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
             progress: Progress { total: requests.len(), ..Progress::default() },
             failed: Ok(()),
@@ -172,23 +176,21 @@ impl Engine {
         let (transformer, dtype) = (model.transformer, model.weights.dtype());
         let page_bytes = transformer.kv_page_bytes(dtype);
         let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
-        if null::is_active() && self.config.kv_bytes_max == 0 {
+        if self.steps != DecodeSteps::All && self.config.kv_bytes_max == 0 {
             // A plan reports by how much a job is too large, so it continues with pages for one sequence.
             allowed = specs.iter().map(Spec::pages_max).fold(allowed, usize::max);
         }
         // If the free memory of ranks differs, the least decides for all ranks that share a schedule.
         let pages = -transformer.tensor().max(-(needed.min(allowed) as f64)) as usize;
-        if null::is_active() {
-            let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
-            null::note_cache(Cache {
-                token_bytes: page_bytes / PAGE,
-                bytes: page_bytes * pages,
-                bytes_needed: page_bytes * needed,
-                bytes_wanted: page_bytes / PAGE * all,
-                samples: specs.len(),
-                batch_max,
-            });
-        }
+        let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
+        null::note_cache(Cache {
+            token_bytes: page_bytes / PAGE,
+            bytes: page_bytes * pages,
+            bytes_needed: page_bytes * needed,
+            bytes_wanted: page_bytes / PAGE * all,
+            samples: specs.len(),
+            batch_max,
+        });
         if pages > self.pages {
             self.release();
             self.cache = owned_by("kv cache", || transformer.kv_cache(dtype, pages));

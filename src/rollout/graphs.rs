@@ -30,6 +30,7 @@
 
 use super::Request;
 use super::run::{Decoder, Hooks, Run, Shape};
+use super::steps::DecodeSteps;
 use crate::comm::Calls;
 use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};
 use crate::device::cuda::gpu;
@@ -197,8 +198,8 @@ impl Run<'_> {
 
     /// Whether a further step may be started. The caller of `decode` has checked before the first one.
     fn goes_on(&mut self, batch: &DecodeBatch, asks: bool, hooks: &Hooks) -> bool {
-        // On a null device one step represents all later ones.
-        if batch.is_over || (asks && null::is_active()) {
+        // The results of a step come before its later ones are skipped.
+        if batch.is_over || (asks && self.steps != DecodeSteps::All) {
             return false;
         }
         let tensor = self.model.transformer.tensor();
@@ -248,7 +249,7 @@ impl Run<'_> {
         let multiprocessors = self.decoder().multiprocessors;
         shape.longest =
             is_split_best(shape.rows, kv_heads, longest, multiprocessors).then(|| longest.next_power_of_two());
-        let times = self.begin_null(true, batch.rows.iter().map(|row| row.sequence));
+        let times = self.begin_forward(true, batch.rows.iter().map(|row| row.sequence));
         let starts = longest > 0 && null::times(times, || self.capture(shape, ahead));
         if starts && is_changed {
             self.decoder().tables.change(&changes[..batch.bucket]);
@@ -265,8 +266,7 @@ impl Run<'_> {
     fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
         let model = self.model;
         let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder");
-        // On a null device nothing but the capture is counted.
-        if decoder.graphs.has(&shape) && !null::is_active() {
+        if decoder.graphs.has(&shape) {
             return true;
         }
         let Shape { rows, longest, bans, sees } = shape;
@@ -316,13 +316,12 @@ impl Run<'_> {
             if self.accept(s, sampled, hooks)? {
                 row.state = if state == Draw::ENDS { State::Ended } else { State::EndedByHost };
             }
-            if null::is_active() {
-                self.skip(s, sampled);
-                continue;
-            }
+            self.skip(s, sampled);
             // Ends that depend only on tokens are the same on the GPU and on the host.
             let finish = self.outcome.responses[s].as_ref().map(|response| response.finish);
             let is_known = match finish {
+                // A GPU that runs no step knows no ends.
+                _ if self.steps != DecodeSteps::All => true,
                 None => state == Draw::GOES_ON,
                 Some(Finish::StopString) => state != Draw::IDLE,
                 Some(_) => state == Draw::ENDS,

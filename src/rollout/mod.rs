@@ -14,6 +14,7 @@ mod prefixes;
 mod run;
 pub mod scheduler;
 mod sequence;
+mod steps;
 pub mod turns;
 
 pub use beams::{Beams, EarlyStopping};

@@ -4,6 +4,7 @@
 use super::Request;
 use super::live::Live;
 use super::scheduler::{Chunk, Limits, Scheduler};
+use super::steps::DecodeSteps;
 use super::turns::Turns;
 use crate::comm::{Calls, records};
 use crate::device::cuda::decode::DecodeState;
@@ -227,6 +228,7 @@ pub(super) struct Run<'a> {
     /// The reason why a graph capture failed. After a failure, none is tried again.
     pub refused: &'a mut Option<String>,
     pub limits: Limits,
+    pub steps: DecodeSteps,
     pub outcome: Outcome,
     pub progress: Progress,
     /// The caller's error on a response. The tensor ranks agree on it before the next forward.
@@ -314,7 +316,7 @@ impl Run<'_> {
             return Ok(());
         }
         let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
-        let times = self.begin_null(decodes, feeds.iter().map(|feed| feed.sequence));
+        let times = self.begin_forward(decodes, feeds.iter().map(|feed| feed.sequence));
         let logits = null::times(times, || self.logits(&feeds))?;
         let mut ready = Vec::with_capacity(feeds.len());
         for feed in feeds {
@@ -329,30 +331,29 @@ impl Run<'_> {
         let drawn = logits.map_or(Vec::new(), |logits| null::times(times, || self.draw(&logits, &ready)));
         for (s, drawn) in ready.into_iter().zip(drawn) {
             self.accept(s, drawn, hooks)?;
-            if decodes && null::is_active() {
+            if decodes {
                 self.skip(s, drawn);
             }
         }
         Ok(())
     }
 
-    /// Begins a forward of `sequences` on a null device. Returns the number of forward passes that it represents. Only
-    /// the first and the last decode step of a response are run (`skip`), and each represents half of the steps. So the keys that they read are the mean over all steps.
-    pub(super) fn begin_null(&self, decodes: bool, sequences: impl Iterator<Item = usize>) -> f64 {
-        if null::is_active() && decodes {
-            null::enter(null::Phase::Decode);
-            let steps = sequences.map(|s| self.requests[s].new_tokens_max.saturating_sub(1)).max().unwrap_or(1);
-            return (steps as f64 / 2.0).max(1.0);
+    /// Begins a forward of `sequences`. Returns the number of forward passes that it represents.
+    pub(super) fn begin_forward(&self, decodes: bool, sequences: impl Iterator<Item = usize>) -> f64 {
+        null::enter(if decodes { null::Phase::Decode } else { null::Phase::Prefill });
+        if !decodes || self.steps == DecodeSteps::All {
+            return 1.0;
         }
-        if null::is_active() {
-            null::enter(null::Phase::Prefill);
-        }
-        1.0
+        let steps = sequences.map(|s| self.requests[s].new_tokens_max.saturating_sub(1)).max().unwrap_or(1);
+        (steps as f64 / 2.0).max(1.0)
     }
 
-    /// Skips to the last token of a response, on a null device. All decode steps use the same memory, except for the
-    /// part that grows with the cached keys, which is largest in the last step.
+    /// After the first decode step of a response, skips to its last one, unless all steps are run. All decode steps use
+    /// the same memory, except for the part that grows with the cached keys, which is largest in the last step.
     pub(super) fn skip(&mut self, s: usize, drawn: Sampled) {
+        if self.steps == DecodeSteps::All {
+            return;
+        }
         let last = self.requests[s].tokens.len() + self.requests[s].new_tokens_max - 1;
         // If there are not enough pages, the response waits until others have ended.
         if self.outcome.responses[s].is_none() && self.scheduler.extend(s, last) {
