@@ -117,6 +117,13 @@ impl Tokenizer {
         if dir.join("tokenizer.json").exists() { Self::load(dir).map(Some) } else { Ok(None) }
     }
 
+    /// The tokenizer in `dir`, if there is one with other tokens. No tokenizer differs from `none`.
+    pub fn find_other(&self, dir: &Path) -> Result<Option<Self>> {
+        let is_none = self.path.as_os_str().is_empty();
+        let found = if is_none { None } else { Self::find(dir)? };
+        Ok(found.filter(|found| found.sha256 != self.sha256))
+    }
+
     /// Whether shared tokens have the same ids in both. Either may have more tokens.
     pub fn agrees_with(&self, other: &Self) -> bool {
         let [own, others] = [self, other].map(|tokenizer| tokenizer.inner.get_vocab(true));

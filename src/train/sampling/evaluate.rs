@@ -4,7 +4,6 @@ use super::rollout::{Answer, Collector, greedy};
 use crate::config::Config;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
-use crate::device::null;
 use crate::error::Result;
 use crate::experience::Prompt;
 use crate::launch::run::Run;
@@ -62,7 +61,7 @@ pub fn evaluate(
     let beams = Beams { count: run.config.eval.beams, early_stopping: EarlyStopping::default(), length_penalty: 1.0 };
     let mut best = greedy(&sampled);
     // A plan counts as many samples as beams.
-    let beams = Some(beams).filter(|_| !null::is_active());
+    let beams = Some(beams).filter(|_| collector.planned.is_none());
     best.samples_per_prompt = if beams.is_some() { 1 } else { run.config.eval.beams };
     let beams = beams.filter(|beams| beams.count > 1);
     collector.reward.steps_done = step;

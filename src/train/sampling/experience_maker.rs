@@ -81,11 +81,12 @@ pub fn make_experience(
             }
             None => RankResponses { complete: true, responses: Vec::new(), load: None },
         };
-        let responses: Responses = if null::is_active() {
-            let all = collector.responses_of_all(&run.config, prompts, &part);
-            Box::new(move || Ok(vec![all]))
-        } else {
-            all_gather(&run.ranks.all, collector.pipeline.as_ref(), &mine)
+        let responses: Responses = match &collector.planned {
+            Some(planned) => {
+                let responses = planned.to(&run.config, prompts, &part);
+                Box::new(move || Ok(vec![RankResponses { complete: true, responses, load: None }]))
+            }
+            None => all_gather(&run.ranks.all, collector.pipeline.as_ref(), &mine),
         };
         if gathered.is_some() {
             pending.push(responses);
@@ -322,9 +323,9 @@ impl Batch {
                     .of_placements(&run.ranks.together, scores)?
                     .into_iter()
                     .fold(Scores::default(), Scores::with);
-                scores.add(&self.samples, streamed);
+                scores.add(collector, &self.samples, streamed);
                 scores.split_greedy(run, &mut self.samples);
-                if null::is_active() {
+                if collector.planned.is_some() {
                     scores.complete(&self.samples);
                 }
                 let gap = scores.fill(&mut self.samples);

@@ -8,6 +8,7 @@ mod experience_maker;
 mod judges;
 mod models_of_rank;
 pub(super) mod online;
+mod planned_responses;
 mod reward_models;
 mod rollout;
 mod rollout_banner;

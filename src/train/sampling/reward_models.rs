@@ -4,7 +4,6 @@
 use super::judges::Judge;
 use crate::config::reward::{JudgeConfig, ModelRewardConfig, RewardConfig};
 use crate::data::PromptSource;
-use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
@@ -76,10 +75,7 @@ impl RewardModels {
         };
         let judges = judges.into_iter().zip(&reward.judge).enumerate().map(judge).collect::<Result<_>>()?;
         let with_config = |(role, config): (Role, &ModelRewardConfig)| {
-            // A null device has no texts.
-            let own = if null::is_active() { None } else { Tokenizer::find(&config.dir)? };
-            let own = own.filter(|own| own.sha256() != actor.sha256());
-            Ok(RewardModel { role, config: config.clone(), tokenizer: own })
+            Ok(RewardModel { role, config: config.clone(), tokenizer: actor.find_other(&config.dir)? })
         };
         let models = roles.into_iter().zip(&reward.models).map(with_config).collect::<Result<_>>()?;
         Ok(Self { models, judges })

@@ -1,6 +1,7 @@
 //! Rollout and reward of one rank's share of the prompts.
 
 use super::episodes::Episodes;
+use super::planned_responses::PlannedResponses;
 use super::reward_models::RewardModels;
 use super::shares::{ClaimedPrompts, Key, PromptQueue, StepSlice, expect, own_share, share_of};
 use crate::comm::{Group, Stream, records};
@@ -8,9 +9,8 @@ use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
-use crate::device::null;
 use crate::error::{Error, Kind, Result};
-use crate::experience::{Experience, Finish, Prompt, Response, SamplingMask};
+use crate::experience::{Experience, Finish, Prompt, Response};
 use crate::launch::run::Run;
 use crate::metrics::Phase;
 use crate::model::Arch;
@@ -52,8 +52,8 @@ pub struct Collector {
     stop: Arc<Stop>,
     /// The maximum length of the actor's rows, in tokens.
     context: usize,
-    /// The largest sampling mask, if masks are kept. A null device uses it for all masks.
-    largest_mask: Option<SamplingMask>,
+    /// In a plan, the responses of all ranks.
+    pub planned: Option<PlannedResponses>,
     /// Whether the run has logged the reason why graphs are not captured.
     graphs_logged: bool,
 }
@@ -148,10 +148,6 @@ impl Collector {
         let stop = Arc::new(Stop::of_model(&config.rollout, &arch.eos_tokens, Some(&tokenizer)));
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
-        let context = arch.context;
-        let kept = if config.rollout.top_k == 0 { usize::MAX } else { config.rollout.top_k };
-        let largest = || SamplingMask::largest(arch.vocabulary, kept.min(arch.vocabulary));
-        let largest_mask = config.rollout.keep_sampling_mask.then(largest);
         Ok(Self {
             source,
             tokenizer,
@@ -165,8 +161,8 @@ impl Collector {
             pending_keys: Vec::new(),
             reward_models,
             stop,
-            context,
-            largest_mask,
+            context: arch.context,
+            planned: PlannedResponses::new(&config.rollout, arch),
             graphs_logged: false,
         })
     }
@@ -195,20 +191,6 @@ impl Collector {
         let tensor = &run.ranks.rollout_axes.tensor;
         let load = (tensor.rank() == 0).then_some(self.load);
         Ok(RankResponses { complete, responses: own_share(responses, tensor), load })
-    }
-
-    /// The responses of all ranks to the prompts `part` on a null device, which has no other ranks. Each has the
-    /// maximum length.
-    pub fn responses_of_all(&self, config: &Config, prompts: &[Prompt], part: &Range<usize>) -> RankResponses {
-        let answers = |prompt: usize| {
-            let tokens = rollout::new_tokens_max(&config.rollout, prompts[prompt].tokens.len(), self.context);
-            let sampling_masks = self.largest_mask.iter().flat_map(|mask| vec![mask.clone(); tokens]).collect();
-            let (tokens, logprobs, sample_logprobs) = (vec![0; tokens], vec![0.0; tokens], vec![0.0; tokens]);
-            let (finish, rest) = (Finish::Length, Response::default());
-            let one = Response { prompt, tokens, logprobs, sample_logprobs, sampling_masks, finish, ..rest };
-            (0..config.responses_per_prompt() as u32).map(move |sample| Response { sample, ..one.clone() })
-        };
-        RankResponses { complete: true, responses: part.clone().flat_map(answers).collect(), load: None }
     }
 
     /// Logs once why decoding uses no graphs, if some rank could not capture one. All ranks of the actor call this.
@@ -355,6 +337,13 @@ impl Collector {
         Ok(Some(records::gather(all, &mine)?.into_iter().collect()))
     }
 
+    /// Removes and returns the score of a response. A plan has only the scores of this rank, and zeros for the others.
+    pub fn take_score(&self, scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
+        let found = scored.remove(&key);
+        assert!(found.is_some() || self.planned.is_some(), "response {key:?} was not scored");
+        found.unwrap_or_default()
+    }
+
     /// Drops the responses that were sent to the reward, because some are missing.
     ///
     /// # Errors
@@ -396,7 +385,8 @@ impl Collector {
         let mut by_key = self.scored(run, &run.ranks.all)?.ok_or_else(stopped)?;
         let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
         responses.sort_by_key(|response| (response.prompt, response.sample));
-        let mut scored: Vec<Scored> = responses.iter().map(|r| take_score(&mut by_key, (r.prompt, r.sample))).collect();
+        let score = |r: &Response| self.take_score(&mut by_key, (r.prompt, r.sample));
+        let mut scored: Vec<Scored> = responses.iter().map(score).collect();
         if run.config.reward.has_models() {
             let of = |response: &Response| Experience {
                 prompt: prompts[response.prompt].clone(),
@@ -428,14 +418,6 @@ impl Collector {
 /// Settings for one greedy response to each prompt.
 pub fn greedy(config: &RolloutConfig) -> RolloutConfig {
     RolloutConfig { samples_per_prompt: 1, temperature: 0.0, ..config.clone() }
-}
-
-/// Removes and returns the score of a response.
-pub fn take_score(scored: &mut HashMap<Key, Scored>, key: Key) -> Scored {
-    let found = scored.remove(&key);
-    assert!(found.is_some() || null::is_active(), "response {key:?} was not scored");
-    // A null device has no peers, so their scores are missing.
-    found.unwrap_or_default()
 }
 
 /// The context of rewards: the rows of `source`, and a log file next to this rank's log.

@@ -1,6 +1,6 @@
 //! The scores of samples by the roles of each placement: joining them, and storing them in the samples.
 
-use super::rollout;
+use super::rollout::Collector;
 use super::shares::Key;
 use crate::config::reward::OnFailure;
 use crate::error::{Error, Result};
@@ -58,14 +58,14 @@ impl Scores {
     }
 
     /// Adds the scores of rewards that arrived while other ranks worked.
-    pub fn add(&mut self, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
+    pub fn add(&mut self, collector: &Collector, samples: &[Experience], mut streamed: HashMap<Key, Scored>) {
         self.scored.resize(samples.len(), Scored::default());
         for (sample, scored) in samples.iter().zip(&mut self.scored) {
-            *scored = rollout::take_score(&mut streamed, sample.key()).plus(std::mem::take(scored));
+            *scored = collector.take_score(&mut streamed, sample.key()).plus(std::mem::take(scored));
         }
     }
 
-    /// Fills in zeros for the scores of placements that a null device does not have.
+    /// Fills in zeros for the scores of placements that a plan does not run.
     pub fn complete(&mut self, samples: &[Experience]) {
         for (scores, last) in [(&mut self.ref_logprobs, 0), (&mut self.values, 1)] {
             if scores.is_empty() {

@@ -1,7 +1,6 @@
 //! Transfer of the actor's weights to the ranks that only sample.
 
 use crate::comm::{Group, Pending, Stream};
-use crate::device::null;
 use crate::launch::run::Run;
 use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
@@ -14,7 +13,7 @@ const SENDING_MAX: usize = 1 << 30;
 /// Copies the weights to rollout ranks, if these are separate. The actor's first rank sends parameter by parameter, and
 /// continues to work meanwhile.
 pub struct WeightSync {
-    /// Whether other ranks sample than learn. A null device has no other ranks.
+    /// Whether other ranks sample than learn. A null group has no other ranks.
     is_apart: bool,
     /// The stream between the actor's first rank and the ranks that sample. `None` if the actor's ranks sample, and on
     /// ranks that do not take part.
@@ -30,8 +29,8 @@ impl WeightSync {
     /// Creates the stream. All ranks call this.
     pub fn new(run: &Run) -> Self {
         let ranks = &run.ranks;
-        let (is_apart, takes_part) =
-            (ranks.rollout_is_apart() && !null::is_active(), ranks.world.rank == 0 || ranks.samples());
+        let is_apart = ranks.rollout_is_apart() && !ranks.all.is_null();
+        let takes_part = ranks.world.rank == 0 || ranks.samples();
         let split = || ranks.all.split("weights", usize::from(!takes_part), ranks.world.rank);
         let group: Option<Group> = is_apart.then(split);
         let stream = group.filter(|_| takes_part).map(|group| Stream::new("weights", &group));
