@@ -75,8 +75,8 @@ impl Row for LabelledRow {
         vec![(prompt, false), (response, true)]
     }
 
-    fn label(&self) -> &str {
-        if self.is_desirable { "true" } else { "false" }
+    fn label(&self) -> String {
+        self.is_desirable.to_string()
     }
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {

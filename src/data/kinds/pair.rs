@@ -149,8 +149,8 @@ impl Row for PairRow {
         vec![(prompt, false), (chosen, true), (&self.rejected[self.prompt_tokens..], false)]
     }
 
-    fn label(&self) -> &str {
-        &self.label
+    fn label(&self) -> String {
+        self.label.clone()
     }
 
     fn sequences(&self) -> Vec<usize> {

@@ -70,8 +70,8 @@ impl Row for Prompt {
         vec![(&self.tokens[..], false)]
     }
 
-    fn label(&self) -> &str {
-        &self.label
+    fn label(&self) -> String {
+        self.label.clone()
     }
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {

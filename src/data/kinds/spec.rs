@@ -108,8 +108,8 @@ pub trait Row: Sized {
     fn parts(&self) -> Vec<(&[u32], bool)>;
 
     /// Its label, to be shown. Empty without one.
-    fn label(&self) -> &str {
-        ""
+    fn label(&self) -> String {
+        String::new()
     }
 
     /// The number of tokens of each sequence made from it.

@@ -89,8 +89,8 @@ impl Row for StepRow {
         vec![(&self.tokens, false)]
     }
 
-    fn label(&self) -> &str {
-        &self.label
+    fn label(&self) -> String {
+        self.label.clone()
     }
 
     fn read(entry: &Entry, document: Option<Document>, _tokenizer: &Tokenizer) -> Result<Self> {
