@@ -198,15 +198,7 @@ impl Arch {
             Bias::Always => Ok(true),
             Bias::Key(key) => Ok(c.flag(key)?.unwrap_or(false)),
         };
-        let head_dim = match (c.count("head_dim")?, family.head_dim) {
-            (Some(given), _) => given,
-            (None, Some(default)) => default,
-            (None, None) if width.is_multiple_of(heads) => width / heads,
-            (None, None) => {
-                let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
-                return Err(c.wrong("hidden_size", &what));
-            }
-        };
+        let head_dim = head_dim(&c, family, width, heads)?;
         let prefix = c.text("value_head_prefix")?;
         let attention = AttentionSpec {
             heads,
@@ -217,8 +209,8 @@ impl Arch {
             o_bias: bias(family.o_bias)?,
             qk_norm: family.qk_norm,
         };
-        let width_of_mlp = c.count_needed("intermediate_size")?;
-        let feed = Feed::Dense(DenseSpec { width: width_of_mlp, activation, bias: bias(family.mlp_bias)? });
+        let mlp_width = c.count_needed("intermediate_size")?;
+        let feed = Feed::Dense(DenseSpec { width: mlp_width, activation, bias: bias(family.mlp_bias)? });
         let block = |window| {
             let mixer = Mixer::Attention(AttentionSpec { window, ..attention });
             BlockSpec { mixer, feed, norms: family.norms }
@@ -285,6 +277,18 @@ impl Arch {
     /// The MLPs of the layers.
     pub fn mlps(&self) -> impl Iterator<Item = &DenseSpec> {
         self.blocks.iter().map(BlockSpec::mlp)
+    }
+}
+
+/// The columns of a head.
+fn head_dim(c: &Reader, family: &Family, width: usize, heads: usize) -> Result<usize> {
+    match c.count("head_dim")?.or(family.head_dim) {
+        Some(given) => Ok(given),
+        None if width.is_multiple_of(heads) => Ok(width / heads),
+        None => {
+            let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
+            Err(c.wrong("hidden_size", &what))
+        }
     }
 }
 
