@@ -27,7 +27,7 @@ pub struct Texts {
     /// The keys of a job that reads its rows in the same way.
     config: DataConfig,
     vocabulary: usize,
-    /// The model has a template, and nobody has said whether to use it.
+    /// The model has a template, and the command does not choose whether to use it.
     is_undecided: bool,
 }
 

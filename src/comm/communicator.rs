@@ -15,7 +15,7 @@
 //!   step, the host reads the tokens of the last step, which are copied after its graph. So NCCL_GRAPH_MIXING_SUPPORT=0
 //!   may be set. One thread launches graphs, one at a time, on one stream, and a process has one GPU.
 //! - A communicator cannot be left while graphs with its calls exist. So a used communicator is left only at the end of
-//!   the process, by a thread for which nobody waits long (`abort_all`).
+//!   the process, by a thread that is waited for only briefly (`abort_all`).
 
 use super::nccl::{Nccl, Status};
 use crate::device::cuda::{Handle, View, gpu};

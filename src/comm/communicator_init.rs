@@ -110,8 +110,8 @@ fn joined_by_all(nccl: &Arc<Nccl>, group: &Group, id: ncclUniqueId) -> Outcome {
     }
 }
 
-/// The call of the library, on a thread of its own. If nobody waits for the outcome any more, another rank has failed.
-/// A communicator that was joined nevertheless is left.
+/// The call of the library, on a thread of its own. If the caller no longer waits for the outcome, another rank has
+/// failed. A communicator that was joined nevertheless is left.
 fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: ncclUniqueId) {
     let outcome = gpu().enter().and_then(|()| {
         let mut comm: ncclComm_t = ptr::null_mut();
@@ -127,6 +127,6 @@ fn join(nccl: &Arc<Nccl>, to: &Sender<Outcome>, size: c_int, rank: c_int, id: nc
 }
 
 fn leave(nccl: &Nccl, comm: Handle<ncclComm_t>) {
-    // SAFETY: joined, and known to nobody else. A failure cannot be reported any more.
+    // SAFETY: initialised, and not shared. A failure cannot be reported any more.
     let _ = unsafe { (nccl.functions.leave)(comm.0) };
 }

@@ -111,7 +111,7 @@ impl Group {
         self.0.channel.is_none() && self.size() > 1
     }
 
-    /// The joined GPUs. `None` if GPU values travel through the host.
+    /// The NCCL communicator. `None` if GPU values are staged through the host.
     pub(super) fn nccl(&self) -> Option<&NcclGroup> {
         self.0.nccl.get()
     }

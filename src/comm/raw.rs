@@ -199,7 +199,8 @@ impl Comm {
     pub(super) fn post_note(self, to: usize, note: Vec<u8>) {
         assert!(note.len() <= NOTE_BYTES);
         let kept: &'static [u8] = note.leak();
-        // SAFETY: the buffer lives forever, since nobody waits; notes are only sent by a job that is about to end.
+        // SAFETY: the buffer lives forever, as the request is never waited for; notes are only sent by a job that is
+        // about to end.
         let request = unsafe { self.send(to, NOTE_TAG, kept) };
         std::mem::forget(request);
     }

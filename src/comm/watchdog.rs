@@ -158,7 +158,7 @@ impl Watchdog {
             [_] => return format!("the GPU took longer than {seconds} s: this process {}", self.waiting()),
             _ => format!("{what} took longer than {seconds} s"),
         };
-        // Ranks that do not wait are the cause of the others' waits: they come first.
+        // Ranks that do not wait are the cause of the others' waits, so they are listed first.
         let mut ranks: Vec<usize> = (0..reports.len()).collect();
         ranks.sort_by_key(|&r| reports[r].as_ref().map_or(0, |(waits, _)| 1 + u8::from(*waits)));
         for &rank in ranks.iter().take(NAMED_MAX) {

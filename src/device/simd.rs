@@ -1,7 +1,7 @@
 //! The vector instructions that this process uses: detected once, never assumed.
 //!
-//! Kernels give the same bits on every level (f32): all walk the same chains of fused multiply-adds, only several at a
-//! time. `RLHF_SIMD=scalar|avx2|avx512` lowers the level of the whole process.
+//! Kernels give the same bits on every level (f32): all compute the same chains of fused multiply-adds, only several at
+//! a time. `RLHF_SIMD=scalar|avx2|avx512` lowers the level of the whole process.
 
 use std::cell::Cell;
 use std::sync::OnceLock;

@@ -64,7 +64,7 @@ fn small(arch: &Arch) -> Arch {
         blocks: vec![block(first), block(other)],
         vocabulary,
         context: 256,
-        // Logits and scores spread by about one, whatever the width.
+        // Logits and scores have a std of about one at any width.
         init_std: 0.8 / (width as f32).sqrt(),
         eos_tokens: Vec::new(),
         source: serde_json::Map::new(),

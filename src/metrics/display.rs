@@ -71,7 +71,7 @@ pub fn one_line(text: &str) -> String {
     shown.collect()
 }
 
-/// Characters that nobody sees: zero-width marks, tags.
+/// Invisible characters: zero-width marks, tags.
 fn has_no_width(c: char) -> bool {
     matches!(c, '\u{ad}' | '\u{180e}' | '\u{200b}'..='\u{200d}' | '\u{2060}'..='\u{206f}'
         | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')

@@ -45,7 +45,7 @@ pub(super) fn note_pairs(shape: &AttentionShape, pairs: f64, bytes: f64) {
     null::note(null::ATTENTION, flops(shape.heads * shape.head_dim, pairs), bytes);
 }
 
-/// Notes the backward: four more products for the same pairs.
+/// Notes the backward: four more GEMMs for the same pairs.
 pub(super) fn note_backward(shape: &AttentionShape, pairs: f64) {
     null::note(null::ATTENTION_BACKWARD, 2.0 * flops(shape.heads * shape.head_dim, pairs), 0.0);
 }

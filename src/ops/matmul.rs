@@ -156,7 +156,7 @@ fn note(m: usize, w: &Weight) {
     null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);
 }
 
-/// One of several products of the same x: y = x W^T + bias.
+/// One of several GEMMs of the same x: y = x W^T + bias.
 #[derive(Debug)]
 pub struct Output<'a> {
     pub w: Weight<'a>,

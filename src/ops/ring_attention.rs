@@ -1,4 +1,4 @@
-//! Attention over blocks of keys, which travel around the ranks of the sequence axis (arXiv:2310.01889).
+//! Attention over blocks of keys, which are passed around the ranks of the sequence axis (arXiv:2310.01889).
 //!
 //! A block (2t, g*e) contains the keys of a rank's rows, followed by their values. Its gradients are f32 in the same
 //! places. (sum, lse) hold the result over the blocks so far: the softmax over their keys, in f32 on every device, and

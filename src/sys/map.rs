@@ -105,7 +105,7 @@ impl Drop for Named {
         let Some(slot) = self.0.map(|i| &MAPPED[i]) else { return };
         slot.end.store(0, Ordering::SeqCst);
         let path = slot.path.swap(null_mut(), Ordering::SeqCst);
-        // SAFETY: the name came from `into_raw`, and nobody else takes it: the slot is still ours.
+        // SAFETY: the name came from `into_raw`, and only this owner of the slot frees it.
         drop(unsafe { CString::from_raw(path) });
         slot.start.store(0, Ordering::SeqCst);
     }

@@ -146,7 +146,7 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: the run is ours and nobody refers to it any more.
+        // SAFETY: the run is ours and has no references any more.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }

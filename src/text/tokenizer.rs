@@ -163,7 +163,7 @@ impl Tokenizer {
     }
 
     /// The text of a prompt as reward functions see it. Special tokens are kept, because a template's turns are part of
-    /// the question. A leading BOS, which nobody wrote, is removed.
+    /// the question. A leading BOS that the text does not contain is removed.
     pub fn decode_prompt(&self, tokens: &[u32]) -> Result<String> {
         let text = match (self.bos_id, tokens.first()) {
             (Some(bos), Some(first)) if bos == *first => &tokens[1..],

@@ -2,8 +2,8 @@
 //!
 //! A file depends on another where one of its paths (`crate::a::B`, `super::b::f`, `module::f` of an imported module)
 //! ends at an item that the other defines or re-exports. A re-export is followed to the file that defines the item, on
-//! which the re-exporting file depends too. A module's own items re-exported by its `mod.rs` are an index, no dependency;
-//! `mod a;` and the import of a whole module are none by themselves.
+//! which the re-exporting file depends too. A module's own items re-exported by its `mod.rs` are an index, no
+//! dependency; `mod a;` and the import of a whole module are none by themselves.
 
 use super::none;
 use super::source::{File, code, files};

@@ -1,7 +1,7 @@
 //! The speed of collectives, call by call.
 //!
 //! Bytes are the size of a rank's whole buffer (of the message, for the ring). Seconds are the slowest rank's.
-//! Bandwidth is bytes / seconds as the caller sees it, not what travels on the wire.
+//! Bandwidth is bytes / seconds as the caller sees it, not the traffic on the wire.
 
 use super::args::Args;
 use crate::cli::out::say;

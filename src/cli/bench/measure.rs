@@ -112,7 +112,7 @@ impl Meter {
         for _ in 0..times {
             measured.fma_gflops.push(self.by_clock(|| peak::fma_gflops(PEAK_ROUNDS)));
             if self.dtype == DType::Bf16 {
-                // Without such instructions bf16 products are f32 ones.
+                // Without such instructions bf16 is multiplied as f32.
                 let peak = || peak::bf16_gflops(PEAK_ROUNDS).unwrap_or_else(|| peak::fma_gflops(PEAK_ROUNDS));
                 measured.bf16_gflops.push(self.by_clock(peak));
             }

@@ -208,8 +208,8 @@ impl Forward<'_> {
             // SAFETY: promised by the caller.
             let [keys, values] = unsafe { self.block::<V>(tile, block, work) };
             if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
-                // Decode waits for memory: the values, and the keys of the next block, come while the scores are computed.
-                // SAFETY: instructions as promised.
+                // Decode waits for memory, so values and the next block's keys are prefetched while scores are
+                // computed. SAFETY: instructions as promised.
                 unsafe {
                     values.prefetch::<V>(e * PAGE);
                     if block + 1 < end {
@@ -324,8 +324,8 @@ impl Forward<'_> {
     #[inline(always)]
     unsafe fn softmax<V: Vector>(&self, tile: &Tile, blocks: Range<usize>, work: &mut Work) {
         let rows = tile.rows.len();
-        // SAFETY: instructions as promised; p holds rows x PAGE and decay rows for each of the blocks, at most TILE rows
-        // in all, sums rows x PAGE.
+        // SAFETY: instructions as promised; p holds rows x PAGE and decay rows for each of the blocks, at most TILE
+        // rows in all, sums rows x PAGE.
         unsafe {
             for (i, block) in blocks.clone().enumerate() {
                 self.maxima::<V>(tile, block, i * rows, work);
@@ -335,7 +335,7 @@ impl Forward<'_> {
                 exp_lanes(V::load(at)).store(at);
             }
             for i in 0..blocks.len() {
-                // The maximum of a row after this block may come from a later one: it is kept per block.
+                // A later block may raise the maximum of a row, so it is kept per block.
                 for r in 0..rows {
                     let (max, decay) = (V::splat(work.max[i * rows + r]), V::splat(work.decay[i * rows + r]));
                     for lane in (0..PAGE).step_by(V::LANES) {

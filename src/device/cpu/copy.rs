@@ -59,7 +59,7 @@ pub fn gather(x: &[f32], width: usize, rows: &[u32], y: &mut [f32]) {
 pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
     assert_eq!(y.len(), rows.len() * width, "scatter: the input has another length");
     assert!(rows.iter().all(|&row| (row as usize + 1) * width <= x.len()), "scatter: a row is out of range");
-    // A row that comes twice must not be added to by two threads.
+    // Two threads must not add to the same row.
     let ascending = rows.is_sorted_by(|a, b| a < b);
     let out = Shares::new(x);
     pool().ranges(rows.len(), 1, y.len() < SERIAL_MAX || !ascending, &|range| {

@@ -119,7 +119,7 @@ pub enum Addend<'a> {
 // SAFETY: a and b are only read; c is written through `Shares`, each element by one task.
 unsafe impl Sync for Product<'_> {}
 
-/// How a product is cut into tasks: blocks of rows (outer) times groups of one or two panels (inner).
+/// The tasks of a GEMM: blocks of rows (outer) times groups of one or two panels (inner).
 #[derive(Clone, Copy)]
 struct Cut {
     pair: bool,
@@ -224,7 +224,7 @@ impl Product<'_> {
                         Prefetch::Next { from, step: LANES / tiles }
                     },
                 };
-                // SAFETY: rows, steps and columns lie within the operands (checked where the product is made); these
+                // SAFETY: rows, steps and columns lie within the operands (checked when the GEMM is created); these
                 // rows and columns of c belong to this task.
                 unsafe { run(level, self.arithmetic, &tile) };
                 let is_bare = matches!(self.addend, Addend::Nothing) && self.bias.is_none();
@@ -269,7 +269,7 @@ fn has_own_words(arithmetic: Arithmetic, len: usize) -> bool {
     arithmetic == Arithmetic::Bf16 && (1..=OWN_WORDS).contains(&len)
 }
 
-/// One of several products with the same x.
+/// One of several GEMMs with the same x.
 #[derive(Debug)]
 pub struct Output<'a> {
     pub w: Panels<'a>,
@@ -397,7 +397,7 @@ pub fn transposed_len(w: &Panels) -> usize {
     turned_words(w, w.n)
 }
 
-/// The whole of W as `backward_input` takes it: for several products with one W.
+/// The whole of W as prepared for `backward_input`, for several GEMMs with one W.
 pub fn transpose(w: &Panels, transposed: &mut [f32]) {
     w.check();
     transpose_panels(level(), w, 0..w.n, bytemuck::cast_slice_mut(&mut transposed[..transposed_len(w)]));

@@ -1,4 +1,4 @@
-//! One tile of a product: up to 8 rows times one panel of 32 lanes (or up to 4 rows times two panels).
+//! One tile of a GEMM: up to 8 rows times one panel of 32 lanes (or up to 4 rows times two panels).
 //!
 //! c[i][j] = chain over s ascending of acc = fma(a[i][s], b[s][j], acc), from 0 or from c. Neither the tile's shape nor
 //! the instruction level enters the arithmetic, and a chain may be cut anywhere: c holds the f32 accumulator exactly.
@@ -18,7 +18,7 @@ pub const LANES: usize = 32;
 pub const ROWS: usize = 8;
 /// Rows of a tile over two panels.
 pub const ROWS_PAIR: usize = 4;
-/// Words to read ahead in a panel that is walked once, by one and by two panels at a time (measured).
+/// Words to prefetch in a panel that is read once, by one and by two panels at a time (measured).
 const AHEAD: usize = 2048;
 const AHEAD_PAIR: usize = 512;
 

@@ -75,7 +75,7 @@ pub fn fma_gflops(rounds: usize) -> f64 {
     })
 }
 
-/// bf16 products by `vdpbf16ps`, all threads, in GFLOP/s; `None` where the level has none.
+/// The rate of bf16 products by `vdpbf16ps` on all threads, in GFLOP/s; `None` if the level has no such instruction.
 pub fn bf16_gflops(rounds: usize) -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     if level().bf16_dot() {

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// Spins before the caller sleeps on its workers, and before they sleep until it comes again: about 20 and 100 us.
+/// Spins before the caller sleeps, and before its workers sleep until the next call: about 20 and 100 us.
 const SPINS: [u32; 2] = [1_000, 5_000];
 /// Both, if there are more threads than cores.
 const CROWDED: [u32; 2] = [64; 2];
@@ -265,7 +265,7 @@ impl<T> Clone for Shares<T> {
 
 impl<T> Copy for Shares<T> {}
 
-// SAFETY: whoever dereferences promises (in `slice`) that shares do not overlap.
+// SAFETY: callers that dereference guarantee (in `slice`) that shares do not overlap.
 unsafe impl<T: Send> Sync for Shares<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Shares<T> {}

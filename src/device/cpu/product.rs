@@ -1,4 +1,4 @@
-//! The small matrix product that attention is made of.
+//! The small matrix product of attention.
 
 use super::vector::{Kernel, Vector};
 

@@ -15,7 +15,7 @@ pub fn bytes(len: usize) -> usize {
     len.div_ceil(16).next_power_of_two() * size_of::<Line>()
 }
 
-/// Calls `f` on `len` values of this thread, 64-byte aligned, whatever they are.
+/// Calls `f` on `len` values of this thread, 64-byte aligned and with arbitrary contents.
 ///
 /// # Panics
 /// If `f` asks for scratch itself.

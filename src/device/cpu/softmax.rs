@@ -108,8 +108,8 @@ pub(super) fn floored(d: f32) -> f32 {
 
 /// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
 pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStats {
-    // Scaling by a positive number keeps the order, so this is the largest product. Finite where a mask leaves nothing
-    // of a part.
+    // Scaling by a positive number keeps the order, so this is the largest scaled value. Finite where a mask leaves
+    // nothing of a part.
     let max = (row_max(level, row) * inverse_temperature).max(f32::MIN);
     let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
     RowStats { inverse_temperature, max, sum_exp, dot }

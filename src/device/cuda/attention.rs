@@ -62,7 +62,7 @@ impl SpanTable {
         }
         let all = [spans, &unseen(spans, keys)].concat();
         let mut tiles = cut_rows(spans, forward_rows(shape));
-        // Heaviest first, so that the GPU ends evenly; equal ones as they came.
+        // Heaviest first, so that all multiprocessors end together; equal ones in their old order.
         tiles.sort_by_key(|tile| {
             let (first, end) = seen(tile, shape);
             first as i64 - end as i64
@@ -107,7 +107,7 @@ fn forward_rows(shape: &AttentionShape) -> usize {
     if shape.head_dim <= 128 { 128 } else { 64 }
 }
 
-/// Keys of a block that forward walks in.
+/// Keys of a block of the forward.
 fn forward_keys(shape: &AttentionShape) -> usize {
     if shape.head_dim <= 128 { 64 } else { 32 }
 }
@@ -184,7 +184,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let (o, lse) = (o.arg(dtype), lse.arg(DType::F32));
     // A row in shared memory is 8 values longer than the head.
     let shared = (forward_rows(shape) + 2 * forward_keys(shape)) * (shape.head_dim + 8) * 2;
-    // Results in f32 are those over a block of keys that travels: nothing else computes the same rows.
+    // f32 results cover a block of keys of the ring: no other kernel computes the same rows.
     let whole = [Run::whole(table.count)];
     let runs = if dtype == DType::Bf16 { &table.runs[..] } else { &whole };
     let mut before = key_segments::between(runs, heads, shape.head_dim);

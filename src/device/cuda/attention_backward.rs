@@ -1,7 +1,8 @@
 //! Gradients of causal grouped-query attention over the spans of a table. Equations as in `ops/attention.rs`.
 //!
-//! A block of the kernel has some keys of a span and walks all rows that see them. Blocks add their contributions to dq
-//! in turn, in the order of keys, in f32. So the sum of a row has one order, whatever order the blocks run in.
+//! A block of the kernel has some keys of a span and loops over all rows that attend to them. Blocks add their
+//! contributions to dq in turn, in the order of keys, in f32. So the sum of a row has one order, in any order of the
+//! blocks.
 
 use super::attention::{SpanTable, form};
 use super::gpu::{Arg, gpu};

@@ -82,7 +82,7 @@ pub(super) struct Product {
     matrices: [cublasLtMatrixLayout_t; 3],
 }
 
-// SAFETY: the library's handles may be used from every thread; who changes descriptions does so under a lock.
+// SAFETY: the library's handles may be used from every thread; descriptors are only changed under a lock.
 unsafe impl Send for Product {}
 
 /// A matrix in the library's order: column-major, `stride` values from column to column.

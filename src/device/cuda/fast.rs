@@ -27,7 +27,7 @@ use std::sync::{Mutex, OnceLock};
 
 /// Memory for the partial sums of a GEMM: the size that NVIDIA recommends for sm_90, and more than sm_80 needs.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
-/// Rows up to which products stay exact.
+/// The largest number of rows with exact GEMMs.
 pub const EXACT_ROWS_MAX: usize = 64;
 /// The largest alignment that an algorithm needs.
 const ALIGN_MAX: u64 = 16;

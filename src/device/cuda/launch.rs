@@ -26,7 +26,7 @@ impl Gpu {
         }
         self.works.note(args.iter().filter_map(|arg| if let Arg::Address(at) = arg { Some(*at) } else { None }));
         self.counts.started.add(1);
-        // What failed comes before what the kernel was given, which may be long.
+        // The failure precedes the kernel's arguments, which may be long.
         let started = self.start(kernel, grid, block, shared_bytes, args).map_err(|mut error| {
             let given = args.iter().map(Arg::to_string).collect::<Vec<_>>().join(", ");
             error.message = format!("{}; arguments: {given}", error.message);

@@ -49,7 +49,7 @@ impl Gpu {
         let value = body();
         drop(active);
         let captured = self.is_capturing().then_some(stream);
-        // An event of a capture says nothing of when a replay comes there.
+        // An event of a capture does not show when a replay reaches it.
         let marks = captured.is_none().then(|| Arc::new(self.mark(stream)));
         (value, Work { id, marks, captured, joined: false })
     }

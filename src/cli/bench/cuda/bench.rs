@@ -29,7 +29,7 @@ pub(super) struct Bench<'a> {
     pub gpu: &'static Gpu,
     pub args: &'a Args,
     pub record: Option<RefCell<File>>,
-    /// Bytes/s of a large copy, read and written; FLOP/s of a large product.
+    /// Bytes/s of a large copy, read and written; FLOP/s of a large GEMM.
     pub copy: f64,
     pub product: f64,
     /// The peaks that the manufacturer declares for both, if known.
