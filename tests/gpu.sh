@@ -389,7 +389,7 @@ if (prepare) >"$work/prepare" 2>&1; then
     has_model=yes
     CUDA_VISIBLE_DEVICES=$(echo "${visible:-0}" | cut -d, -f1)
     export CUDA_VISIBLE_DEVICES
-    ppo "one rank, exact products" 1 job.gemm=exact
+    ppo "one rank, exact GEMMs" 1 job.gemm=exact
 else
     block "$(tail -5 "$work/prepare")"
     failed "preparing the quickstart's model and data"
@@ -414,9 +414,9 @@ peers
 if [ "$has_model" = yes ]; then
     section "PPO quickstart with cuBLASLt, and on 2 and 4 ranks that share the GPU"
     if has_none cublaslt; then
-        skipped "PPO, fast products" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"
+        skipped "PPO with cuBLASLt" "$(sed -n 's/^cublaslt *//p' "$work/info" | cut -c1-120)"
     else
-        ppo "one rank, fast products" 1 job.gemm=cublaslt
+        ppo "one rank, cuBLASLt" 1 job.gemm=cublaslt
     fi
     ppo "2 ranks" 2
     ppo "4 ranks" 4

@@ -25,7 +25,7 @@ apart() { # file, file, key
 # Results of the actor and the critic of the first job, compared between GPU and CPU. bf16 may change a number by at
 # most a quarter. The tests of whole jobs have a tighter bound, for a known model.
 verbs() {
-    local job=$work/quickstart/work/one-rank-exact-products at=$work/verbs from=$SECONDS failures_of_verbs=0 device verb count most gap
+    local job=$work/quickstart/work/one-rank-exact-gemms at=$work/verbs from=$SECONDS failures_of_verbs=0 device verb count most gap
     local rows=64 new=32 furthest=250000 words= alike=0 a b i
     section "Verbs on the GPU, compared with the CPU"
     [ -d "$job/export" ] || { skipped "Verbs" "the first job exported no model" && return; }

@@ -38,8 +38,8 @@ fn offloading_changes_no_bit_saves_gpu_memory_and_is_automatic_or_required_if_me
     // The run resumes with offloading.
     well(&mut job(&format!("job.dir=here job.steps=3 {OFFLOAD}")));
     assert_same(at, "here", "away");
-    // State that fits only on the host is offloaded automatically. So less memory than that is rejected, or an explicit
-    // setting.
+    // State that fits only on the host is offloaded automatically. So an error needs an explicit empty list, or a limit
+    // below the memory with offloading.
     for (offload, limit, said) in [
         ("mesh.offload=[]", peaks[0] / 3.0, "gradients and optimizer state need"),
         (OFFLOAD, peaks[1] * 0.98, " for optimizer state does not fit"),
@@ -92,7 +92,7 @@ fn ranks_that_share_a_gpu_divide_its_free_memory_and_each_gpu_is_described_once(
 }
 
 #[test]
-fn a_rank_uses_the_memory_that_nccl_leaves_and_only_a_rollout_checks_all_to_all() {
+fn a_rank_uses_the_memory_that_nccl_leaves_and_ranks_connect_all_to_all_only_for_a_rollout() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let sent = |job: &str| {

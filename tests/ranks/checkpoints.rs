@@ -10,8 +10,8 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 
 pub const TESTS: &[Test] = &[
-    Test { name: "a rank that cannot write stops all ranks and loses nothing", ranks: &[3], check: one_fails },
-    Test { name: "a shard damaged on disk makes all ranks take the checkpoint before", ranks: &[2], check: damaged },
+    Test { name: "a rank that cannot write stops all ranks and no checkpoint is lost", ranks: &[3], check: one_fails },
+    Test { name: "all ranks load the previous checkpoint if a shard is damaged", ranks: &[2], check: damaged },
 ];
 
 const LEN: usize = 3 * 4096 + 1000;

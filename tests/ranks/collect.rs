@@ -22,12 +22,12 @@ use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
     Test {
-        name: "an export of any layout is that of one rank, and goes to its writer alone",
+        name: "an export of any layout equals one rank's, and is sent only to its writer",
         ranks: &[4],
         check: exports,
     },
     Test {
-        name: "one rank reads each input once for its hash, and an error of one is an error of all",
+        name: "one rank reads and hashes each input once, and its error is an error on all ranks",
         ranks: &[3],
         check: reads,
     },

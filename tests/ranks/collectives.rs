@@ -9,12 +9,12 @@ use std::ops::Range;
 const ALL: &[usize] = &[1, 3, 4];
 
 pub const TESTS: &[Test] = &[
-    Test { name: "f64 sums and maxima go in rank order", ranks: ALL, check: all_reduce_f64 },
-    Test { name: "reduce_scatter_sum leaves each rank its range of the sum", ranks: ALL, check: reduce_scatter },
+    Test { name: "f64 sums and maxima are in rank order", ranks: ALL, check: all_reduce_f64 },
+    Test { name: "reduce_scatter_sum gives each rank its range of the sum", ranks: ALL, check: reduce_scatter },
     Test { name: "all_gather completes every rank's buffer", ranks: ALL, check: all_gather },
-    Test { name: "gathered bytes and numbers come in rank order, any lengths", ranks: ALL, check: gather_any },
-    Test { name: "broadcast_bytes brings the root's bytes", ranks: ALL, check: broadcast },
-    Test { name: "agree makes any rank's error everyone's", ranks: ALL, check: agree },
+    Test { name: "gathered bytes and numbers of any lengths are in rank order", ranks: ALL, check: gather_any },
+    Test { name: "broadcast_bytes sends the root's bytes", ranks: ALL, check: broadcast },
+    Test { name: "agree returns the error of any rank on all ranks", ranks: ALL, check: agree },
     Test { name: "axes of a mesh are strided groups, tensor fastest", ranks: &[4], check: axes },
     Test { name: "ranks with the same cores share them", ranks: ALL, check: threads },
 ];

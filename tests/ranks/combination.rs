@@ -17,9 +17,13 @@ use rlhf_hpc::train::methods::update::Update;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "every product of axes on eight ranks has the step of one", ranks: &[8], check: everywhere },
-    Test { name: "a step clipped by its norm is one rank's on any product of axes", ranks: &[8], check: clipped },
-    Test { name: "pretraining rows add their gradient", ranks: &[1], check: pretraining },
+    Test { name: "every combination of axes on eight ranks has the step of one rank", ranks: &[8], check: everywhere },
+    Test {
+        name: "a step clipped by its norm equals one rank's on any combination of axes",
+        ranks: &[8],
+        check: clipped,
+    },
+    Test { name: "the gradient of pretraining rows is added", ranks: &[1], check: pretraining },
 ];
 
 /// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.

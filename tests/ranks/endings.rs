@@ -36,7 +36,7 @@ pub const ENDINGS: &[Ending] = &[
         logged: Some((1, "the sum broke")),
     },
     Ending {
-        name: "a tensor beyond the arena's limit ends the job with what was asked for and a hint",
+        name: "a tensor beyond the arena's limit ends the job with the requested size and a hint",
         scene: "full",
         code: 2,
         said: &[
@@ -48,7 +48,7 @@ pub const ENDINGS: &[Ending] = &[
         logged: Some((1, "mesh.arena_bytes_max")),
     },
     Ending {
-        name: "a panic on a stream ends the job within 30 s, as one elsewhere",
+        name: "a panic on a stream ends the job within 30 s",
         scene: "stream_panic",
         code: 1,
         said: BROKEN,

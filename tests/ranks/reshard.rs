@@ -16,11 +16,11 @@ use std::path::Path;
 
 pub const TESTS: &[Test] = &[
     Test {
-        name: "weights brought into the rollout's layout are those of that layout, and what moves is counted",
+        name: "resharded weights equal those created in the rollout's layout, and sent bytes are counted",
         ranks: &[2, 4],
         check: moves,
     },
-    Test { name: "resharding holds the new part and few other units", ranks: &[4], check: frugal },
+    Test { name: "resharding needs memory for the new shard and few other units", ranks: &[4], check: frugal },
 ];
 
 fn models() -> Vec<(Arch, DType)> {

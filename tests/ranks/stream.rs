@@ -11,10 +11,10 @@ use std::sync::mpsc::channel;
 
 pub const TESTS: &[Test] = &[
     Test { name: "a stream runs its jobs in the order they were submitted", ranks: &[3], check: in_order },
-    Test { name: "streams that a rank submits to in another order do not deadlock", ranks: &[2], check: crossed },
-    Test { name: "only what was waited for a stream is exposed", ranks: &[1, 2], check: exposed },
-    Test { name: "each number of a queue goes to one rank, to who comes first", ranks: &[1, 2, 4], check: queue },
-    Test { name: "shift moves any lengths to the next rank", ranks: &[1, 3], check: shift },
+    Test { name: "streams do not deadlock if ranks submit to them in different orders", ranks: &[2], check: crossed },
+    Test { name: "only waiting time for a stream counts as exposed", ranks: &[1, 2], check: exposed },
+    Test { name: "each item of a queue goes to the first rank that claims it", ranks: &[1, 2, 4], check: queue },
+    Test { name: "shift sends values of any length to the next rank", ranks: &[1, 3], check: shift },
     Test {
         name: "all_to_all equals indexing, for uneven, empty and unordered ranges",
         ranks: &[1, 4],

@@ -12,14 +12,22 @@ use rlhf_hpc::tensor::DType;
 use serde_json::json;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "an ordered sum adds every element in rank order, wherever it is", ranks: &[1, 3], check: ordered },
+    Test { name: "an ordered sum adds every element in rank order", ranks: &[1, 3], check: ordered },
     Test {
-        name: "a language model cut over tensor ranks is the whole one, gradients too",
+        name: "a language model on tensor ranks equals the whole one, including gradients",
         ranks: &[2, 8],
         check: language_models,
     },
-    Test { name: "in bf16 a cut model is the whole one to bf16's precision", ranks: &[4], check: half_precision },
-    Test { name: "a ring's log-probabilities and gradients are those of one rank", ranks: &[3], check: rings },
+    Test {
+        name: "in bf16 a model on tensor ranks equals the whole one up to bf16's precision",
+        ranks: &[4],
+        check: half_precision,
+    },
+    Test {
+        name: "log-probabilities and gradients of ring attention equal those of one rank",
+        ranks: &[3],
+        check: rings,
+    },
 ];
 
 fn ordered(world: &World) {

@@ -15,16 +15,16 @@ use rlhf_hpc::tensor::DType;
 use std::cell::Cell;
 
 pub const TESTS: &[Test] = &[
-    Test { name: "sampled generation on tensor ranks is one rank's", ranks: &[2, 8], check: sampled },
+    Test { name: "sampling on tensor ranks equals one rank's", ranks: &[2, 8], check: sampled },
     Test {
-        name: "log-probabilities recorded on tensor ranks are the training forward's, bitwise",
+        name: "recorded log-probabilities on tensor ranks equal the training forward's bitwise",
         ranks: &[4],
         check: recorded,
     },
-    Test { name: "a beam search on tensor ranks is one rank's", ranks: &[2, 8], check: searched },
+    Test { name: "a beam search on tensor ranks equals one rank's", ranks: &[2, 8], check: searched },
     Test { name: "tensor ranks with unequal memory share one schedule", ranks: &[2], check: unequal },
     Test { name: "a tensor rank caches only the heads it holds", ranks: &[4], check: cached },
-    Test { name: "one tensor rank's stop and one tensor rank's error end all", ranks: &[2], check: together },
+    Test { name: "a stop or an error of one tensor rank ends all", ranks: &[2], check: together },
 ];
 
 const PROMPTS: &[usize] = &[3, 40, 16, 1, 9];

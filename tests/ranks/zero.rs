@@ -23,11 +23,11 @@ use std::ops::Range;
 
 pub const TESTS: &[Test] = &[
     Test {
-        name: "every stage trains what one rank trains, and recomputation changes no bit",
+        name: "every stage gives the weights of one rank, and recomputation changes no bit",
         ranks: &[3],
         check: trains,
     },
-    Test { name: "no rank holds more than its stage promises", ranks: &[3], check: promises },
+    Test { name: "no rank uses more memory than its stage allows", ranks: &[3], check: promises },
     Test { name: "units are reduced as soon as their backward is done", ranks: &[2], check: early },
     Test { name: "a gradient that is not a number is rejected on all ranks at every stage", ranks: &[3], check: nan },
     Test { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[4], check: fixed },

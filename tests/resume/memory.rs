@@ -87,7 +87,7 @@ fn four_ranks_train_a_sequence_that_the_limit_of_one_cannot_hold() {
     let limit = format!("mesh.arena_bytes_max={}", (peak(&free) * 0.6) as u64);
     let alone = job("alone").with(&limit).with("gradient.recompute=none").run();
     alone.assert(2, &["step 1, train: a tensor of ", "mesh.arena_bytes_max allows", "hint: use more sequence"]);
-    // The layout that the plan chooses for such a limit if it may.
+    // Without an explicit setting, the plan chooses recomputation for such a limit.
     let again = job("again").with(&limit);
     again.run().assert(0, &["  recompute    each block except its input"]);
     again.assert_same(&free);

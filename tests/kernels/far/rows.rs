@@ -68,7 +68,7 @@ fn far_parameters_are_updated_with_the_decay_of_their_part_and_their_squares_are
 #[test]
 #[ignore = "long: tensors beyond 2^31 values"]
 fn far_groups_are_normalised_forward_and_backward() {
-    // (values of a group, groups, groups of a block). The second case has more than 2^32 values.
+    // (values of a group, groups, groups of a block). The last case has more than 2^32 threads.
     let heads = (1 << 32) / HEAD + 37;
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
         holds("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
