@@ -75,7 +75,7 @@ fn the_common_prefix_of_whole_conversations_or_texts_is_their_prompt() {
             let whole = [fixture.tokenizer.encode(text, true).unwrap(), vec![eos]].concat();
             assert_eq!([&document[0][..], &document[side]].concat(), whole);
         }
-        assert_ne!(document[1][0], document[2][0], "all that is alike is prompt");
+        assert_ne!(document[1][0], document[2][0], "the whole common prefix is the prompt");
     }
     // If one side is a prefix of the other, it keeps one token.
     let row = json!({"chosen": [5, 6], "rejected": [5, 6, 7]});

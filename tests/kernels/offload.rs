@@ -101,7 +101,7 @@ fn kernels_overlap_with_offloading_and_the_next_owner_of_the_memory_waits() {
         let mut other = Memory::zeros(4 * LEN);
         add(&x, &mut other);
         others.push(other);
-        assert!(others.len() < 20_000, "nobody gets the memory of what left");
+        assert!(others.len() < 20_000, "the memory of the offloaded value was not reused");
     }
     let once = sums(&a, &b);
     host_copy.finish();
@@ -165,7 +165,7 @@ fn updates_of_offloaded_state_equal_those_of_state_on_the_gpu() {
             update_all(zero, &units, w, &grads);
             gpu.set_limit(0);
         }
-        assert_eq!(gpu.usage().in_use, in_use, "all of it left again");
+        assert_eq!(gpu.usage().in_use, in_use, "all of it was offloaded again");
     }
     // State that stays on the GPU between the updates of a step is offloaded after the last one.
     let (mut stays, mut w_stays) =

@@ -28,7 +28,7 @@ fn assert_idle_shares(apart: &Job, together: &Job) {
         for key in ["idle_ratio_actor", "idle_ratio_critic"] {
             let share = line[key].as_f64().expect("a number");
             assert!((0.0..=1.0).contains(&share), "{key} is {share}");
-            assert!(!together.contains_key(key), "nobody waits where all roles are together");
+            assert!(!together.contains_key(key), "no role waits if all are on the same ranks");
         }
         for key in ["time_rollout_s", "time_reward_s", "time_score_s", "time_train_s"] {
             assert!(line[key].as_f64().is_some_and(|seconds| seconds > 0.0), "{key}");

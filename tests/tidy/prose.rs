@@ -5,7 +5,7 @@ use super::source::{File, files, literals, root};
 use regex::{Regex, RegexBuilder};
 use std::fs;
 
-/// A paragraph, a table row, a comment, a string literal or the name of a test, with its first line (from 1).
+/// A paragraph, a table row, a comment, a string of several words or the name of a test, with its first line (from 1).
 type Block = (usize, String);
 
 /// Markdown without blocks of code: paragraphs, list items and table rows.
@@ -57,7 +57,10 @@ fn prose(file: &File) -> Vec<Block> {
     let blocks = match file.name.rsplit('.').next() {
         Some("md") => markdown(&file.text),
         Some("toml" | "py" | "sh") => comments(&file.text, "# "),
-        Some("rs") => [comments(&file.text, "// "), literals(&file.text), tests(&file.text)].concat(),
+        Some("rs") => {
+            let texts = literals(&file.text).into_iter().filter(|(_, text)| text.contains(' '));
+            [comments(&file.text, "// "), texts.collect(), tests(&file.text)].concat()
+        }
         _ => comments(&file.text, "// "),
     };
     let inline = Regex::new("`[^`]*`").unwrap();
