@@ -14,7 +14,7 @@ const TAILS: &[usize] = &[1, 0, 15, 16, 17, 31, 32, 33, 63, 64, 65, 0, 127, 128,
 /// same bits, which are returned.
 fn spans_hold(case: &Case, spans: &[Span], what: &str) -> [Vec<f32>; 3] {
     let (o, lse) = case.forward(spans);
-    case.holds(what, spans, &o, &lse);
+    case.assert_forward_near(what, spans, &o, &lse);
     let (o, lse) = case.wanted(spans);
     let (o, d_o) = (rounded(&o), rounded(&numbers(4, o.len())));
     let table = SpanTable::new(spans, &case.shape);
@@ -24,7 +24,7 @@ fn spans_hold(case: &Case, spans: &[Span], what: &str) -> [Vec<f32>; 3] {
     first
 }
 
-fn holds(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
+fn compare_with_cpu(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
     let ends = ends(lengths);
     spans_hold(&Case::new(ends[lengths.len()], shape), &Span::whole(&ends), &format!("{lengths:?} {shape:?}"))
 }
@@ -32,17 +32,17 @@ fn holds(lengths: &[usize], shape: AttentionShape) -> [Vec<f32>; 3] {
 #[test]
 fn attention_and_its_gradients_equal_the_cpus_for_every_tail_head_dim_group_and_window() {
     let (_gpu, _one) = device();
-    holds(TAILS, shape(1, 1, 64, None));
+    compare_with_cpu(TAILS, shape(1, 1, 64, None));
     // Groups of 1 to 7 heads.
     for (head_dim, heads, kv_heads) in [(32, 4, 2), (64, 7, 1), (80, 2, 2), (96, 4, 1), (128, 2, 1), (256, 2, 1)] {
-        holds(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
+        compare_with_cpu(&[130, 17, 70], shape(heads, kv_heads, head_dim, None));
     }
-    holds(&[33, 5], shape(8, 2, 64, None));
-    holds(&[20], shape(14, 2, 64, Some(7)));
+    compare_with_cpu(&[33, 5], shape(8, 2, 64, None));
+    compare_with_cpu(&[20], shape(14, 2, 64, Some(7)));
     for window in [1, 2, 16, 33, 64, 65, 100, 1000] {
-        holds(&[200, 1, 70], shape(1, 1, 64, Some(window)));
+        compare_with_cpu(&[200, 1, 70], shape(1, 1, 64, Some(window)));
     }
-    holds(&[160], shape(1, 1, 256, Some(40)));
+    compare_with_cpu(&[160], shape(1, 1, 256, Some(40)));
 }
 
 #[test]
@@ -54,7 +54,7 @@ fn the_order_of_threads_and_blocks_changes_no_bit() {
     ] {
         let first = std::cell::OnceCell::new();
         in_every_order(|| {
-            let got = holds(lengths, shape);
+            let got = compare_with_cpu(lengths, shape);
             assert!(*first.get_or_init(|| got.clone()) == got, "{shape:?}: another order, other bits");
         });
     }

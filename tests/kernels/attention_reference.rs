@@ -104,7 +104,7 @@ impl Case {
     }
 
     /// Compares o and lse with the CPU's.
-    pub fn holds(&self, what: &str, spans: &[Span], o: &[f32], lse: &[f32]) {
+    pub fn assert_forward_near(&self, what: &str, spans: &[Span], o: &[f32], lse: &[f32]) {
         let (want_o, want_lse) = self.wanted(spans);
         self.results_are_near(what, [o, lse], [&want_o, &want_lse]);
     }

@@ -2,7 +2,7 @@
 //! names the call, the axis, its ranks and the first value.
 
 use crate::jobs::{CONFIG, command, emulated, flat};
-use crate::ranks::{LATE, play};
+use crate::ranks::{LATE, run_scene};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::self_test::check;
 use rlhf_hpc::comm::{Axes, World, abort};
@@ -37,21 +37,21 @@ pub fn scene(scene: &str, world: &World) {
     let found = check(&world.group(), &all, &axes, order, true);
     assert_eq!(cuda::gpu().usage().in_use, held.in_use, "memory that stays");
     match found {
-        Ok(names) => told(&format!("CHECKED {names:?}")),
-        Err(error) => told(&format!("FOUND {}", error.message)),
+        Ok(names) => print_line(&format!("CHECKED {names:?}")),
+        Err(error) => print_line(&format!("FOUND {}", error.message)),
     }
 }
 
 /// In one piece, as several ranks write at a time.
-fn told(words: &str) {
+fn print_line(words: &str) {
     let line = format!("\n{words}\n");
     std::io::stderr().write_all(line.as_bytes()).expect("a place for words");
 }
 
 /// The output of each rank in a scene, on late GPUs and on others.
-fn said(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
+fn outputs(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
     let ranks = scene.split(' ').map(|size| size.parse::<usize>().expect("a size")).product();
-    let Some((well, all)) = play(ranks, &format!("axes: {scene}"), env) else { return Vec::new() };
+    let Some((well, all)) = run_scene(ranks, &format!("axes: {scene}"), env) else { return Vec::new() };
     let is_told = |line: &&str| line.starts_with("CHECKED ") || line.starts_with("FOUND ");
     let lines: Vec<String> = all.lines().filter(is_told).map(str::to_string).collect();
     assert!(well && lines.len() == ranks, "{all}");
@@ -75,7 +75,7 @@ fn axes_that_deliver_values_pass_and_a_wrong_value_is_named_with_its_call_and_ax
         ),
     ];
     for (scene, env, words) in cases {
-        let lines = said(scene, env);
+        let lines = outputs(scene, env);
         for line in &lines {
             assert_eq!(*line, lines[0], "{scene}, {env:?}: ranks end with other words");
             let found = line.contains("FOUND ") && line.contains(words) && line.contains(", expected ");
@@ -104,7 +104,7 @@ fn a_job_logs_the_checks_of_its_axes_and_ends_if_values_do_not_arrive() {
 #[test]
 fn a_rank_missing_from_a_call_is_reported_with_the_call_and_the_axis() {
     let Some((well, said)) =
-        play(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
+        run_scene(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
     else {
         return;
     };

@@ -155,7 +155,7 @@ impl Rows<'_> {
 
 /// Does `work` over far tensors, where the blocks of rows that meet bounds run, and over small ones of the same rows.
 /// `blocks` says which blocks of the grid a group of `each` rows is.
-fn holds_of<const N: usize>(
+fn assert_same_bits_of<const N: usize>(
     what: &str,
     tensors: [Wide; N],
     rows: usize,
@@ -172,14 +172,14 @@ fn holds_of<const N: usize>(
 }
 
 /// The same if each block of the grid is a group.
-fn holds<const N: usize>(
+fn assert_same_bits<const N: usize>(
     what: &str,
     tensors: [Wide; N],
     rows: usize,
     each: usize,
     work: impl Fn(&mut [Memory; N], Rows),
 ) {
-    holds_of(what, tensors, rows, each, |group| vec![group], work);
+    assert_same_bits_of(what, tensors, rows, each, |group| vec![group], work);
 }
 
 fn small(seed: u32, len: usize) -> Memory {

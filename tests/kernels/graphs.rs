@@ -1,7 +1,7 @@
 //! Decoding steps as graphs with collectives: on tensor ranks, over an emulated NCCL and an emulated driver.
 
 use crate::model::{llama, qwen3};
-use crate::ranks::{LATE, play, plays};
+use crate::ranks::{LATE, assert_scene, run_scene};
 use crate::rollout::{Part, bits, request};
 use crate::{nccl, numbers};
 use rlhf_hpc::comm::{Axes, Calls, Group, World, abort};
@@ -94,7 +94,7 @@ fn same_bits(world: &World) {
 #[test]
 fn tensor_ranks_decode_with_graphs_bitwise_like_ordinary_steps() {
     // A capture makes no first connection and no first allocation.
-    plays(4, "graphs: same bits", &[LATE, ("EMULATED_STRICT", "1")]);
+    assert_scene(4, "graphs: same bits", &[LATE, ("EMULATED_STRICT", "1")]);
 }
 
 /// One rank is stopped, then the caller of one rank rejects a response: both end all ranks.
@@ -125,7 +125,7 @@ fn ends_together(world: &World) {
 
 #[test]
 fn a_stop_or_an_error_of_one_rank_ends_graphs_on_all_ranks_at_the_same_step() {
-    plays(2, "graphs: end together", &[LATE]);
+    assert_scene(2, "graphs: end together", &[LATE]);
 }
 
 /// Addresses differ between ranks: if they changed on one rank alone, all capture again.
@@ -145,7 +145,7 @@ fn moved(world: &World) {
 
 #[test]
 fn weights_that_moved_on_one_rank_are_captured_again_on_all_ranks() {
-    plays(2, "graphs: weights moved on one rank", &[LATE]);
+    assert_scene(2, "graphs: weights moved on one rank", &[LATE]);
 }
 
 /// A graph of a sum.
@@ -159,6 +159,6 @@ fn summed(world: &World) -> (Calls, Graphs<()>, Tensor) {
 
 #[test]
 fn a_rank_that_does_not_launch_a_graph_is_reported() {
-    let Some((well, said)) = play(2, "graphs: one rank does not launch", &[LATE]) else { return };
+    let Some((well, said)) = run_scene(2, "graphs: one rank does not launch", &[LATE]) else { return };
     assert!(!well && said.contains("waiting in a graph of collectives over tensor"), "{said}");
 }

@@ -1,7 +1,7 @@
 //! Collectives between GPUs, over an NCCL that is emulated between processes (`emulation/nccl.cpp`), have the same bits
 //! as through the host.
 
-use crate::ranks::{LATE, plays};
+use crate::ranks::{LATE, assert_scene};
 use crate::{bf16, numbers, on_gpu};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::nccl::Nccl;
@@ -154,7 +154,7 @@ fn exchanged(both: &Both, rank: usize, size: usize) {
 #[test]
 fn collectives_of_any_shape_have_the_bits_of_those_through_the_host() {
     for ranks in [3, 4] {
-        plays(ranks, "nccl: same bits", &[]);
+        assert_scene(ranks, "nccl: same bits", &[]);
     }
 }
 
@@ -217,13 +217,13 @@ fn streams(world: &World) {
 
 #[test]
 fn stream_jobs_are_launched_in_order_and_keep_their_memory_until_they_are_waited_for() {
-    plays(2, "nccl: streams", &[]);
+    assert_scene(2, "nccl: streams", &[]);
 }
 
 #[test]
 fn collectives_run_after_earlier_work_and_before_later_work_on_a_delayed_gpu() {
     for scene in ["streams", "same bits"] {
-        plays(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_PASSIVE", "1")]);
+        assert_scene(2, &format!("nccl: {scene}"), &[LATE, ("EMULATED_PASSIVE", "1")]);
     }
 }
 

@@ -29,7 +29,7 @@ fn in_f32(device: Device, seed: u32, len: usize) -> Tensor {
 
 /// Compares the results of `run` on the GPU, which are returned, with those on the CPU. Each result has a name and the
 /// largest error of a value, relative to itself, or absolute if it is small.
-fn holds<const N: usize>(
+fn compare_with_cpu<const N: usize>(
     what: &str,
     bounds: [(&str, f64, f64); N],
     run: impl Fn(Device) -> [Tensor; N],
@@ -64,7 +64,7 @@ fn norms(groups: usize, n: usize) -> [Vec<f32>; 4] {
     // Terms of up to 4 may cancel, and their f32 rounding errors remain.
     let of_dw = ("dw", 1e-6, 2e-7 * (groups as f64 + 8.0));
     let bounds = [("rstd", F32, 0.0), ("y", BF16, 0.0), ("dx", BF16, 2e-6), of_dw];
-    holds(&format!("norm of {groups} groups of {n}"), bounds, |device| {
+    compare_with_cpu(&format!("norm of {groups} groups of {n}"), bounds, |device| {
         let [x, dy, mut dx] = [3, 7, 8].map(|seed| tensor(device, seed, 0..groups, n));
         let (w, mut dw) = (tensor(device, 4, 0..1, n), in_f32(device, 9, n));
         let [y, rstd] = normed(&x, &w);
@@ -115,7 +115,7 @@ fn rope_rotates_every_head_by_its_position_regardless_of_other_rows() {
             for (t, heads, kv_heads) in [(0, 4, 1), (1, 1, 1), (3, 4, 4), (9, 5, 1), (30, 6, 2)] {
                 // Two products of up to 1 may cancel.
                 let what = format!("{t} rows, {heads} and {kv_heads} heads of {e}");
-                holds(&what, ["q", "k", "q back", "k back"].map(|name| (name, BF16, 2e-7)), |device| {
+                compare_with_cpu(&what, ["q", "k", "q back", "k back"].map(|name| (name, BF16, 2e-7)), |device| {
                     let (table, positions) = (table(e), positions(0..t));
                     let at = Indices::on(device, &positions);
                     let [[mut q, mut k], [mut dq, mut dk]] =
@@ -148,7 +148,7 @@ fn the_glu_and_its_gradients_equal_the_cpus() {
             // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate
             // cancel.
             let bounds = [("y", BF16, 1e-36), ("dgate", BF16, 1e-7), ("dup", BF16, 1e-36)];
-            holds(&format!("{len} gates"), bounds, |device| {
+            compare_with_cpu(&format!("{len} gates"), bounds, |device| {
                 let [up, dy] = [2, 3].map(|seed| tensor(device, seed, 0..1, len));
                 let gate = written(device, 1, len, &gates(len));
                 let [mut y, mut dgate, mut dup] = [(); 3].map(|()| gate.as_wide(1));
@@ -173,7 +173,7 @@ fn values_and_their_gradients_equal_the_cpus_and_rows_are_independent() {
             // Sums of at most d / 32 terms below 1, and five more additions.
             let of_values = ("values", 1e-6, 6e-8 * (d as f64 / 32.0 + 8.0).powf(1.5));
             let of_dw = ("dw", 1e-6, 6e-8 * (16.0 + t as f64 / 16.0));
-            holds(&format!("{t} rows of {d}"), [of_values, ("dh", BF16, 0.0), of_dw], |device| {
+            compare_with_cpu(&format!("{t} rows of {d}"), [of_values, ("dh", BF16, 0.0), of_dw], |device| {
                 let (h, w) = (tensor(device, 1, 0..t, d), tensor(device, 2, 0..1, d));
                 let (mut dh, mut dw) = (h.as_wide(t), in_f32(device, 4, d));
                 value_head::backward(&h, w.slice(), &numbers(3, t), &mut dh, dw.slice_mut());
@@ -196,7 +196,7 @@ fn embedding_rows_are_copied_or_zero_for_other_ranks_and_gradients_are_summed_in
             for (first, n) in [(0, V), (5, 20)] {
                 let tokens: Vec<u32> = (0..t as u32).map(|i| if i % 3 == 0 { 5 } else { i * 11 % V as u32 }).collect();
                 let what = format!("{t} tokens of width {d}, rows {first} to {}", first + n);
-                holds(&what, ["y", "dw"].map(|name| (name, 0.0, 0.0)), |device| {
+                compare_with_cpu(&what, ["y", "dw"].map(|name| (name, 0.0, 0.0)), |device| {
                     let (w, dy) = (tensor(device, 1, first..first + n, d), tensor(device, 2, 0..t, d));
                     let (mut y, mut dw, layout) = (dy.as_wide(t), in_f32(device, 3, n * d), Layout::Row);
                     let part = Weight { n, k: d, layout, values: w.slice() };

@@ -26,15 +26,19 @@ fn prefill_and_decode_have_the_bits_of_training() {
     let more = [(2, 2, None), (6, 2, Some(40)), (7, 1, None)];
     for (i, head_dim) in DIMS.into_iter().enumerate() {
         for (heads, kv_heads, window) in [groups[i % 5], groups[(i + 2) % 5]] {
-            Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths).holds(&last);
+            Batch::new(&shape(heads, kv_heads, head_dim, window), &lengths).assert_training_bits(&last);
         }
         let (heads, kv_heads, window) = more[i % 3];
-        Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20]).holds(&[(0, 70), (0, 1), (0, 20)]);
+        Batch::new(&shape(heads, kv_heads, head_dim, window), &[70, 1, 20]).assert_training_bits(&[
+            (0, 70),
+            (0, 1),
+            (0, 20),
+        ]);
     }
     for window in [None, Some(50)] {
         // A long part, a part that ends a page, nothing new, and a few tokens that one decoding tile holds.
         let batch = Batch::new(&shape(4, 2, 64, window), &[200, 100, 40, 90]);
-        batch.holds(&[(94, 106), (33, 63), (40, 0), (83, 7)]);
+        batch.assert_training_bits(&[(94, 106), (33, 63), (40, 0), (83, 7)]);
     }
 }
 
@@ -52,7 +56,7 @@ fn a_token_has_the_same_bits_for_any_chunk_size() {
         (256, 2, 1, None),
     ] {
         let shape = shape(heads, kv_heads, head_dim, window);
-        Batch::new(&shape, &[150, 1, 67]).holds(&[(0, 150), (0, 1), (0, 67)]);
+        Batch::new(&shape, &[150, 1, 67]).assert_training_bits(&[(0, 150), (0, 1), (0, 67)]);
         let len = 135;
         let batch = Batch::new(&shape, &[len]);
         let (want, width) = (batch.trained(&[(0, len)]), heads * head_dim);
@@ -83,8 +87,8 @@ fn split_decoding_has_the_bits_of_training() {
     ] {
         let batch = Batch::new(&shape(heads, kv_heads, head_dim, window), &[600, 1, 64, 257, 130, 20]);
         // Two tokens of the last one, which use a prefill tile if groups are large.
-        batch.holds(&[(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)]);
-        batch.holds(&[(0, 0), (0, 0), (0, 0), (256, 1), (0, 0), (0, 0)]);
+        batch.assert_training_bits(&[(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)]);
+        batch.assert_training_bits(&[(0, 0), (0, 0), (0, 0), (256, 1), (0, 0), (0, 0)]);
     }
 }
 
@@ -93,7 +97,11 @@ fn no_order_of_threads_changes_a_bit() {
     in_every_order(|| {
         for head_dim in DIMS {
             // A prefill tile with warps without rows, and decode tiles.
-            Batch::new(&shape(4, 2, head_dim, Some(80)), &[70, 20, 140]).holds(&[(52, 18), (19, 1), (137, 3)]);
+            Batch::new(&shape(4, 2, head_dim, Some(80)), &[70, 20, 140]).assert_training_bits(&[
+                (52, 18),
+                (19, 1),
+                (137, 3),
+            ]);
         }
     });
 }

@@ -12,7 +12,7 @@ pub const LATE: (&str, &str) = (emulation::LATE, "1");
 
 /// Lets `ranks` processes of this target, connected by the emulated NCCL, run a scene. Returns whether all succeed, and
 /// their output. `None` on a real GPU, which the ranks would share.
-pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, String)> {
+pub fn run_scene(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, String)> {
     if skip_on_a_real_gpu() {
         return None;
     }
@@ -33,8 +33,8 @@ pub fn play(ranks: usize, scene: &str, env: &[(&str, &str)]) -> Option<(bool, St
 }
 
 /// The same for a scene that must succeed.
-pub fn plays(ranks: usize, scene: &str, env: &[(&str, &str)]) {
-    let Some((well, said)) = play(ranks, scene, env) else { return };
+pub fn assert_scene(ranks: usize, scene: &str, env: &[(&str, &str)]) {
+    let Some((well, said)) = run_scene(ranks, scene, env) else { return };
     assert!(well, "{scene} on {ranks} ranks, {env:?}: {said}");
 }
 

@@ -2,7 +2,7 @@
 //! layout.
 
 use crate::models;
-use crate::ranks::plays;
+use crate::ranks::assert_scene;
 use crate::weights::{self, assert_same, layouts, rollouts, sharded};
 use rlhf_hpc::comm::backends::{self, Axis};
 use rlhf_hpc::comm::{Axes, Group, World};
@@ -49,7 +49,7 @@ fn join(world: &World, axes: &Axes, joined: [bool; 2]) {
 /// Whichever axes are joined, the weights are the same; where both are, none of them go through the host.
 #[test]
 fn resharding_over_nccl_moves_no_weights_through_the_host() {
-    plays(4, "reshard: ", &[]);
+    assert_scene(4, "reshard: ", &[]);
 }
 
 pub fn scene(world: &World) {

@@ -117,7 +117,7 @@ pub const ENDINGS: &[Ending] = &[
 const RANKS: usize = 3;
 
 /// The actions of one rank in a scenario.
-pub fn play(scene: &str, logs: &Path) {
+pub fn run_scene(scene: &str, logs: &Path) {
     let world = match World::start() {
         Ok(world) => world,
         Err(error) => abort::fail(&error),

@@ -71,7 +71,7 @@ fn main() -> ExitCode {
     }
     if let Some(scene) = std::env::var_os("RANKS_SCENE") {
         let logs = std::env::var_os("RANKS_LOGS").expect("a scene has a place for its logs");
-        endings::play(&scene.to_string_lossy(), logs.as_ref());
+        endings::run_scene(&scene.to_string_lossy(), logs.as_ref());
         return ExitCode::SUCCESS;
     }
     let filter = arguments.iter().find(|a| !a.starts_with('-')).map_or("", String::as_str);

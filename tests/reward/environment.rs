@@ -87,7 +87,7 @@ fn in_python(code: &str) -> (Result<Environment>, tempfile::TempDir) {
 }
 
 /// Asks for each of `texts` as the next turn of an episode.
-fn play(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result<Vec<Reply>> {
+fn run_turns(environment: &mut Environment, episode: usize, texts: &[&str]) -> Result<Vec<Reply>> {
     let mut turns: Vec<Turn> = Vec::new();
     let mut replies = Vec::new();
     for text in texts {
@@ -128,17 +128,17 @@ fn every_form_of_an_environment_gives_equal_answers_and_separates_episodes() {
     for (what, code) in COUNTS {
         let (environment, _dir) = in_python(code);
         let mut environment = environment.unwrap_or_else(|e| panic!("{what}: {e}"));
-        let first = play(&mut environment, 1, &["a", "b"]).expect(what);
-        assert_counts(&play(&mut environment, 2, &["a", "b", "c"]).expect(what), what);
+        let first = run_turns(&mut environment, 1, &["a", "b"]).expect(what);
+        assert_counts(&run_turns(&mut environment, 2, &["a", "b", "c"]).expect(what), what);
         assert_counts(&first, what);
     }
     let server = Server::start();
     let dir = tempfile::tempdir().expect("a directory");
     let mut environment = environment(&format!("\"{}\"", server.url("turn")), dir.path()).expect("a server");
-    assert_counts(&play(&mut environment, 1, &["a", "b", "c"]).expect("answers"), "a server");
-    let silent = play(&mut environment, 3, &["silent"]).expect("null is an absent field");
+    assert_counts(&run_turns(&mut environment, 1, &["a", "b", "c"]).expect("answers"), "a server");
+    let silent = run_turns(&mut environment, 3, &["silent"]).expect("null is an absent field");
     assert!(silent[0].reward == Some(1.5) && !silent[0].done, "{silent:?}");
-    let refused = play(&mut environment, 2, &["bad"]).expect_err("an error");
+    let refused = run_turns(&mut environment, 2, &["bad"]).expect_err("an error");
     assert!(refused.kind == Kind::Service && refused.message.contains("no such tool"), "{refused}");
 }
 
@@ -146,7 +146,7 @@ fn every_form_of_an_environment_gives_equal_answers_and_separates_episodes() {
 fn turns_are_replayed_if_their_process_has_died() {
     let (environment, _dir) = in_python(COUNTS[0].1);
     let mut environment = environment.expect("a class");
-    let replies = play(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
+    let replies = run_turns(&mut environment, 1, &["a", "die", "c"]).expect("the second attempt");
     let feedback: Vec<String> = replies.iter().map(|reply| format!("{:?}", reply.feedback)).collect();
     assert_eq!(feedback, ["Text(\"<1:a:7>\")", "Text(\"<2:die:7>\")", "Text(\"<3:c:7>\")"]);
 }
@@ -201,9 +201,9 @@ fn an_invalid_answer_to_a_turn_is_a_failure_with_its_reason() {
     .into_iter()
     .enumerate()
     {
-        let replies = play(&mut drops, i, &[does]).expect("it drops");
+        let replies = run_turns(&mut drops, i, &[does]).expect("it drops");
         assert!(replies[0].failed.as_ref().is_some_and(|found| found.contains(why)), "{does}: {replies:?}");
     }
-    let stopped = play(&mut open("stop").0, 1, &["1 / 0"]).expect_err("it stops");
+    let stopped = run_turns(&mut open("stop").0, 1, &["1 / 0"]).expect_err("it stops");
     assert!(stopped.kind == Kind::Service && stopped.message.contains("ZeroDivisionError"), "{stopped}");
 }

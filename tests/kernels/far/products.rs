@@ -1,6 +1,6 @@
 //! GEMMs of far rows, and with far weights.
 
-use super::{Pair, get, has_room, holds, only, small};
+use super::{Pair, assert_same_bits, get, has_room, only, small};
 use crate::matmul::{TILES, supported};
 use crate::{bf16, device, numbers};
 use rlhf_hpc::device::cuda::Memory;
@@ -37,15 +37,21 @@ fn gemms_of_far_rows_equal_those_of_near_rows() {
     };
     for (family, [rows, n]) in families.into_iter().map(|tile| (tile, tile.size())) {
         let dtype = if rows == 64 { F32 } else { Bf16 };
-        holds(&format!("forward {family:?}"), [(Bf16, STRIDE), (dtype, STRIDE)], ROWS, rows, |[x, y], all| {
-            let (w, bias) = (small(7, n * K), small(8, n));
-            let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(y, dtype, all.len, n));
-            let (way, x, bias) = (Way::Exact(family), strided(x, all.len, K), Some(bias.view(Bf16)));
-            matmul::forward(way, x, w, bias, Addend::Result, y);
-        });
+        assert_same_bits(
+            &format!("forward {family:?}"),
+            [(Bf16, STRIDE), (dtype, STRIDE)],
+            ROWS,
+            rows,
+            |[x, y], all| {
+                let (w, bias) = (small(7, n * K), small(8, n));
+                let (w, y) = (Matrix::new(w.view(Bf16), n, K), strided_mut(y, dtype, all.len, n));
+                let (way, x, bias) = (Way::Exact(family), strided(x, all.len, K), Some(bias.view(Bf16)));
+                matmul::forward(way, x, w, bias, Addend::Result, y);
+            },
+        );
     }
     for (tile, [rows, columns]) in [Tile::Rows16, Tile::Rows32, Tile::Rows64].map(|tile| (tile, tile.size())) {
-        holds(&format!("swiglu {tile:?}"), [(Bf16, STRIDE); 2], ROWS, rows, |[x, y], all| {
+        assert_same_bits(&format!("swiglu {tile:?}"), [(Bf16, STRIDE); 2], ROWS, rows, |[x, y], all| {
             let n = columns / 2;
             let (gate, up) = (small(7, n * K), small(8, n * K));
             let factors = [&gate, &up].map(|w| Factor { w: Matrix::new(w.view(Bf16), n, K), bias: None });
@@ -55,7 +61,7 @@ fn gemms_of_far_rows_equal_those_of_near_rows() {
     }
     for (size, rows) in squares.into_iter().map(|tile| (tile, tile.size()[0])) {
         for n in [64, 70] {
-            holds(&format!("backward {size:?} of {n}"), [(Bf16, STRIDE); 2], ROWS, rows, |[dy, dx], all| {
+            assert_same_bits(&format!("backward {size:?} of {n}"), [(Bf16, STRIDE); 2], ROWS, rows, |[dy, dx], all| {
                 let w = small(7, n * rows);
                 let (w, dx) = (Matrix::new(w.view(Bf16), n, rows), strided_mut(dx, Bf16, all.len, rows));
                 matmul::backward_input(Way::Exact(size), strided(dy, all.len, n), w, dx, true);

@@ -1,7 +1,7 @@
 //! Flat runs of values, rows of activations and of embeddings. Logits never lie far: heads are computed in
 //! chunks of 256 MiB; nor do parts of ranks, which are summed in pieces.
 
-use super::{BOUNDS, Pair, Rows, VALUES, holds, holds_of, only, small};
+use super::{BOUNDS, Pair, Rows, VALUES, assert_same_bits, assert_same_bits_of, only, small};
 use crate::{device, numbers};
 use rlhf_hpc::device::cuda::adamw::{self, Decays, Update};
 use rlhf_hpc::device::cuda::rope::{self, Table};
@@ -19,7 +19,7 @@ const ROWS: usize = (1 << 32) / WIDTH + 5;
 const HEAD: usize = 128;
 
 fn flat<const N: usize>(what: &str, dtypes: [DType; N], work: impl Fn(&mut [Memory; N])) {
-    holds(what, dtypes.map(|dtype| (dtype, 1)), VALUES, EACH, |x, _| work(x));
+    assert_same_bits(what, dtypes.map(|dtype| (dtype, 1)), VALUES, EACH, |x, _| work(x));
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn far_groups_are_normalised_forward_and_backward() {
     // (values of a group, groups, groups of a block). The last case has more than 2^32 threads.
     let heads = (1 << 32) / HEAD + 37;
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
-        holds("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
+        assert_same_bits("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
             let w = small(9, n);
             rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
         });
@@ -82,16 +82,22 @@ fn far_groups_are_normalised_forward_and_backward() {
         ("rmsnorm_backward_4", 2 * WIDTH, ROWS / 2 + 3, 8),
         ("rmsnorm_backward_narrow", HEAD, heads, 64),
     ] {
-        holds(kernel, [(Bf16, n), (F32, 1), (Bf16, n), (Bf16, n)], groups, each, |[x, rstd, dy, dx], groups| {
-            let (w, blocks) = (small(9, n), groups.len.div_ceil(each));
-            let mut parts = Memory::scratch(4 * blocks * n);
-            let (threads, shift) = if n == HEAD { (256, Some(Arg::U32(4))) } else { (512, None) };
-            let mut args = vec![x.arg(), w.arg(), rstd.arg(), dy.arg(), dx.arg_mut(), parts.arg_mut()];
-            args.extend([Arg::I32(n as i32), Arg::F32(1.0 / n as f32)]);
-            args.extend(shift);
-            args.extend([groups.len, each].map(|n| Arg::U32(n as u32)));
-            gpu().launch(kernel, [blocks, 1, 1], threads, 0, &args);
-        });
+        assert_same_bits(
+            kernel,
+            [(Bf16, n), (F32, 1), (Bf16, n), (Bf16, n)],
+            groups,
+            each,
+            |[x, rstd, dy, dx], groups| {
+                let (w, blocks) = (small(9, n), groups.len.div_ceil(each));
+                let mut parts = Memory::scratch(4 * blocks * n);
+                let (threads, shift) = if n == HEAD { (256, Some(Arg::U32(4))) } else { (512, None) };
+                let mut args = vec![x.arg(), w.arg(), rstd.arg(), dy.arg(), dx.arg_mut(), parts.arg_mut()];
+                args.extend([Arg::I32(n as i32), Arg::F32(1.0 / n as f32)]);
+                args.extend(shift);
+                args.extend([groups.len, each].map(|n| Arg::U32(n as u32)));
+                gpu().launch(kernel, [blocks, 1, 1], threads, 0, &args);
+            },
+        );
     }
 }
 
@@ -101,7 +107,7 @@ fn far_groups_are_normalised_forward_and_backward() {
 fn rope_rotates_far_heads() {
     let tensors = [(Bf16, 60 * HEAD), (Bf16, 4 * HEAD)];
     let angles = numbers(5, 1000 * HEAD / 2);
-    holds("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
+    assert_same_bits("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
         let positions = Memory::from_values(&rows.map(|row| (row * 7 % 1000) as u32));
         let table = Table::new(HEAD, &angles, &angles);
         rope::rotate(q.view_mut(Bf16), k.view_mut(Bf16), rows.len, &positions, &table, false);
@@ -112,12 +118,12 @@ fn rope_rotates_far_heads() {
 #[ignore = "long: tensors beyond 2^31 values"]
 fn the_value_head_reads_far_rows_forward_and_backward() {
     const EACH: usize = 16;
-    holds("value head", [(Bf16, WIDTH), (F32, 1)], ROWS, 8, |[h, values], _| {
+    assert_same_bits("value head", [(Bf16, WIDTH), (F32, 1)], ROWS, 8, |[h, values], _| {
         value_head::forward(h.view(Bf16), small(9, WIDTH).view(Bf16), values.view_mut(F32));
     });
     let tensors = [(Bf16, WIDTH), (F32, 1), (Bf16, WIDTH)];
     let blocks = |group: usize| (0..4).map(|y| y * ROWS.div_ceil(EACH) + group).collect::<Vec<_>>();
-    holds_of("value head backward", tensors, ROWS, EACH, blocks, |[h, dvalues, dh], rows| {
+    assert_same_bits_of("value head backward", tensors, ROWS, EACH, blocks, |[h, dvalues, dh], rows| {
         let (w, blocks) = (small(9, WIDTH), rows.len.div_ceil(EACH));
         let mut parts = Memory::scratch(4 * blocks * WIDTH);
         let mut args = vec![h.arg(), w.arg(), dvalues.arg(), dh.arg_mut(), parts.arg_mut()];
@@ -134,14 +140,14 @@ fn far_rows_are_gathered_and_scattered() {
     // Each row has four blocks.
     let blocks = |row: usize| (4 * row..4 * row + 4).collect::<Vec<_>>();
     let all = |rows: Rows| Memory::from_values(&(0..rows.len as u32).collect::<Vec<_>>());
-    holds_of("gather", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
+    assert_same_bits_of("gather", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
         copy::gather(from.view(Bf16), WIDTH, &all(rows), to.view_mut(Bf16));
     });
-    holds_of("embedding", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
+    assert_same_bits_of("embedding", [(Bf16, WIDTH); 2], ROWS, 1, blocks, |[from, to], rows| {
         embedding::forward(&all(rows), 0, from.view(Bf16), WIDTH, to.view_mut(Bf16));
     });
     // Rows that are not checked have a token of another rank: the lists are short, and all their blocks run.
-    holds("sums of rows", [(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |[dy, dw, sums], rows| {
+    assert_same_bits("sums of rows", [(Bf16, WIDTH), (F32, WIDTH), (Bf16, WIDTH)], ROWS, 1, |[dy, dw, sums], rows| {
         let is_met = |row: usize| !rows.is_far || rows.met.binary_search(&row).is_ok();
         let keys: Vec<u32> = (0..rows.len).map(|row| if is_met(row) { row as u32 } else { u32::MAX }).collect();
         embedding::backward(&ScatterLists::from_keys(&keys), 0, dy.view(Bf16), WIDTH, dw.view_mut(F32));
@@ -152,7 +158,7 @@ fn far_rows_are_gathered_and_scattered() {
     for (each, width) in [(8, 2048), (1, 256)] {
         let per_row = width / each / 256;
         let blocks = |row: usize| (row * per_row..(row + 1) * per_row).collect::<Vec<_>>();
-        holds_of("columns", [(Bf16, WIDTH), (F32, WIDTH)], ROWS, 1, blocks, |[from, to], rows| {
+        assert_same_bits_of("columns", [(Bf16, WIDTH), (F32, WIDTH)], ROWS, 1, blocks, |[from, to], rows| {
             let part = if each == 8 { 16 } else { 17 }..rows.len * WIDTH;
             let (from, to) = (from.view(Bf16).part(part.clone()), to.view_mut(F32).part(part));
             copy::columns(from, WIDTH, to, WIDTH, rows.len, width);

@@ -102,13 +102,13 @@ impl Batch {
         };
         let spans: Vec<Span> = chunks.iter().zip(&self.ends).map(span).filter(|span| span.tokens > 0).collect();
         let (o, lse) = self.case.forward(&spans);
-        self.case.holds(&format!("{chunks:?} {:?}", self.case.shape), &spans, &o, &lse);
+        self.case.assert_forward_near(&format!("{chunks:?} {:?}", self.case.shape), &spans, &o, &lse);
         let rows: Vec<usize> = spans.iter().flat_map(|span| span.row..span.row + span.tokens).collect();
         gathered(&o, &rows, self.case.widths()[0])
     }
 
     /// Asserts that the tokens of `chunks` have the bits of training, decoded whole and decoded split.
-    pub fn holds(&self, chunks: &[(usize, usize)]) {
+    pub fn assert_training_bits(&self, chunks: &[(usize, usize)]) {
         let want = self.trained(chunks);
         for split in [false, true] {
             let got = self.run(split, chunks);

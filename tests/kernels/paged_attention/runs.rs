@@ -9,8 +9,8 @@ const RUN: usize = 4096;
 /// The last `rows` tokens by training and by prefill and, the last alone, by both ways of decoding.
 fn agree(batch: &Batch, rows: usize) {
     let len = batch.ends[1];
-    batch.holds(&[(len - rows, rows)]);
-    batch.holds(&[(len - 1, 1)]);
+    batch.assert_training_bits(&[(len - rows, rows)]);
+    batch.assert_training_bits(&[(len - 1, 1)]);
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn key_segments_are_combined_for_each_sequence_separately() {
     let lengths = [RUN + 40, 30, RUN];
     let batch = Batch::new(&shape(2, 1, 32, None), &lengths);
     let last: Vec<(usize, usize)> = lengths.iter().map(|len| (len - 1, 1)).collect();
-    batch.holds(&last);
+    batch.assert_training_bits(&last);
 }
 
 #[test]
