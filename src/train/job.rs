@@ -5,21 +5,20 @@ use super::about::about;
 use super::export;
 use super::inputs::Hashed;
 use super::models::{self, JobModel, ModelSpec};
-use super::placement;
 use super::state::{self, State};
+use super::step_metrics;
 use super::timers::Timers;
 use super::warnings::{self, Warning, Warnings};
 use crate::comm::{phase, records};
 use crate::config::Config;
-use crate::data::balance::Cost;
 use crate::data::{LEDGER_LINES, Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::BannerRows;
 use crate::launch::run::{Run, WeightsFrom};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
-use crate::metrics::keys::{Metrics, named};
-use crate::metrics::{Phases, keys, one_line};
+use crate::metrics::keys::Metrics;
+use crate::metrics::{Phases, one_line};
 use crate::model::Arch;
 use crate::sys::memory;
 use crate::text::Tokenizer;
@@ -390,7 +389,8 @@ impl<J: Job> Opened<J> {
             for text in self.warnings.of_step(&metrics, found).into_iter().chain(waited) {
                 run.recorder.warn(&text);
             }
-            record(run, &step, metrics, flops(run, &self.arch, &J::shape(&run.config), &step.lengths))?;
+            let flops = step_metrics::flops(run, &self.arch, &J::shape(&run.config), &step.lengths);
+            step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?;
             self.between_steps(run)?;
         }
         Ok(())
@@ -491,26 +491,4 @@ impl<J: Job> Opened<J> {
         let learners = self.job.learners();
         state::save(run, &mut self.state, &self.learned, &learners, work)
     }
-}
-
-/// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.
-fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f64 {
-    let cost = Cost::from_arch(arch);
-    let forward: f64 = lengths.iter().map(|&tokens| cost.flops(tokens)).sum();
-    let old = shape.has_rollout() && run.recomputes_old_logprobs();
-    let forwards =
-        usize::from(shape.has_rollout()) + usize::from(old) + shape.scored + 3 * shape.epochs * shape.trained;
-    forward * forwards as f64
-}
-
-fn record(run: &mut Run, step: &Step, mut metrics: Metrics, flops: f64) -> Result<()> {
-    let tokens = metrics.iter().find(|(key, _)| key == keys::TOKENS).map_or(0.0, |(_, tokens)| *tokens);
-    metrics.extend(named(placement::phases(&run.ranks, &step.phases)?.values(tokens as u64)));
-    let seconds = metrics.iter().find(|(key, _)| key == keys::TIME_STEP_S).map_or(0.0, |(_, seconds)| *seconds);
-    let peak = seconds * run.peak_flops;
-    metrics.extend((peak > 0.0).then(|| (keys::MFU.to_string(), flops / peak)));
-    metrics.extend(named(step.timers.values(&run.ranks)));
-    metrics.extend(named(run.memory_peaks()));
-    let recorded = run.recorder.step(step.number, &metrics);
-    run.ranks.all.agree(recorded)
 }

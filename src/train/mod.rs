@@ -13,6 +13,7 @@ mod planned;
 pub mod sampling;
 pub mod saved;
 pub mod state;
+mod step_metrics;
 pub mod supervised;
 mod timers;
 mod warnings;

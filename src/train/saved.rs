@@ -7,7 +7,6 @@ use crate::config::{self, Config};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::learn::Role;
-use crate::model::Head;
 use std::path::Path;
 
 /// If an evaluation job names a run directory, replaces it with the newest checkpoint of the run. All ranks call this.
@@ -34,7 +33,7 @@ pub fn fill(run: &Run, role: &mut Role) -> Result<()> {
     let checkpoint = all.agree(Checkpoint::open(&dir))?;
     let saved = config::parse(checkpoint.manifest.state["config"].as_str().unwrap_or_default(), &[]);
     let saved = all.agree(saved.map_err(|e| e.within(dir.display())))?;
-    if super::models(&saved)[0].head == Head::Value {
+    if saved.is("reward_model") {
         let what = format!("model.actor: {} holds a reward model, which cannot write responses", dir.display());
         return all
             .agree(Err(Error::data(what).hint("evaluate it on data.eval_split with job.kind = \"reward_model\"")));

@@ -17,9 +17,10 @@ use crate::learn::Role;
 use crate::learn::sums::Sums;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::Head;
+use crate::train::job::Job;
 use crate::train::models::ModelSpec;
 use crate::train::sampling::Sampling;
-use crate::train::sampling::online::{Minibatch, OnlineMethod};
+use crate::train::sampling::online::{Minibatch, Online, OnlineMethod};
 use crate::train::sampling::sample_metrics::advantage_values;
 use crate::train::warnings::Warning;
 use serde_json::Value;
@@ -108,7 +109,7 @@ fn texts(run: &Run, sampling: &mut Sampling, batch: &Minibatch) -> Result<Vec<Sf
     if run.config.ppo.ptx_coef == 0.0 {
         return Ok(Vec::new());
     }
-    let shape = crate::train::shape(&run.config);
+    let shape = Online::<Ppo>::shape(&run.config);
     let update = (batch.step - 1) * shape.updates() as u64 + batch.before as u64 + 1;
     run.ranks.together.agree(sampling.collector.source.pretrain(update, shape.minibatch))
 }

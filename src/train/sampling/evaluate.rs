@@ -20,7 +20,7 @@ use std::time::Instant;
 const EVAL_REWARD_OF: &str = "eval_reward/";
 
 /// Separates the random numbers of an evaluation from those of the training step with the same number.
-pub(in crate::train) const EVAL_STEPS: u32 = 1 << 31;
+pub const EVAL_STEPS: u32 = 1 << 31;
 
 /// A set of prompts with its own metrics.
 struct Set {
