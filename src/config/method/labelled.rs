@@ -37,10 +37,6 @@ impl MethodConfig for KtoConfig {
         Uses { reference: true, ..Uses::rows(RowKind::Labelled) }
     }
 
-    fn check(&self, _config: &Config) -> Result<()> {
-        Ok(())
-    }
-
     fn metrics() -> &'static [Key] {
         const OF_KTO: Key = Key { name: "", section: "reward", unit: Unit::One, meaning: "" };
         &[

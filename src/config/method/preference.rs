@@ -3,7 +3,6 @@
 use super::{MethodConfig, Need, RowKind, Uses};
 use crate::config::Config;
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
-use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
 /// The loss of a reward model.
@@ -40,10 +39,6 @@ impl MethodConfig for RewardModelConfig {
 
     fn uses(&self, _config: &Config) -> Uses {
         Uses::rows(RowKind::Pair)
-    }
-
-    fn check(&self, _config: &Config) -> Result<()> {
-        Ok(())
     }
 
     fn needs() -> &'static [Need<Config>] {
@@ -110,10 +105,6 @@ impl MethodConfig for DpoConfig {
 
     fn uses(&self, _config: &Config) -> Uses {
         Uses { reference: self.has_reference(), ..Uses::rows(RowKind::Pair) }
-    }
-
-    fn check(&self, _config: &Config) -> Result<()> {
-        Ok(())
     }
 
     fn needs() -> &'static [Need<Config>] {

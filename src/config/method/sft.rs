@@ -3,7 +3,6 @@
 use super::{MethodConfig, Need, RowKind, Uses};
 use crate::config::Config;
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
-use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
 /// The tokens that a supervised loss counts.
@@ -46,10 +45,6 @@ impl MethodConfig for SftConfig {
             pretrain: Some(("sft.pretrain_coef", self.pretrain_coef)),
             ..Uses::rows(RowKind::Demonstration)
         }
-    }
-
-    fn check(&self, _config: &Config) -> Result<()> {
-        Ok(())
     }
 
     fn needs() -> &'static [Need<Config>] {
