@@ -15,7 +15,7 @@ impl Config {
         self.optim.actor.check("optim.actor")?;
         self.checkpoint.check(&self.eval)?;
         self.check_eval().and(self.check_rollout_ranks())?;
-        self.method().check(self)?;
+        self.method().check(&self.shared())?;
         self.check_texts().and(self.check_steps())?;
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
             Error::need(!path.as_os_str().is_empty(), format!("{key} must be a directory (got an empty string)"))?;
@@ -42,13 +42,16 @@ impl Config {
         }
     }
 
-    /// Rejects a job that trains on given rows for no step.
+    /// Rejects a job that trains for no step.
     fn check_steps(&self) -> Result<()> {
-        let (of, epochs) = (self.kind(), self.method().epochs());
-        Error::need(
-            self.job.steps > 0 || epochs.is_none_or(|epochs| epochs > 0.0),
-            format!("{of}.epochs or job.steps must be above 0 (got {} and 0)", epochs.unwrap_or(0.0)),
-        )
+        let of = self.kind();
+        match self.method().epochs() {
+            _ if self.job.steps > 0 || !self.uses().trains => Ok(()),
+            None => Err(Error::usage(format!("job.steps must be at least 1 in a {of} job (got 0)"))),
+            Some(epochs) => {
+                Error::need(epochs > 0.0, format!("{of}.epochs or job.steps must be above 0 (got {epochs} and 0)"))
+            }
+        }
     }
 
     /// Rejects rollout ranks of their own, or a rollout that runs ahead, in jobs that do not support them.

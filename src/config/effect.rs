@@ -2,10 +2,14 @@
 
 use super::Config;
 use super::mesh::Offload;
-use super::method::{self, Need, RowKind};
+use super::method::{self, JobKind, MethodConfig, RowKind};
 use super::optim::Schedule;
 use super::reward::{RuleConfig, RuleKind};
 use super::{data, optim};
+
+/// Keys or tables that have an effect only if a condition holds: their names, the condition in words, and the
+/// condition.
+type Need<T> = (&'static str, &'static str, fn(&T) -> bool);
 
 /// Keys of all jobs. The first condition of a key that does not hold is reported.
 #[rustfmt::skip]
@@ -142,21 +146,52 @@ fn lacks(config: &Config, key: &str) -> Option<&'static str> {
     let parts: Vec<&str> = key.split('.').collect();
     if let ["reward", "rule", i, name] = parts[..]
         && let Some(rule) = i.parse::<usize>().ok().and_then(|i| config.reward.rule.get(i))
-        && let Some(why) = unmet(OF_RULE, rule, name)
+        && let Some(why) = unmet(OF_RULE.iter().map(|(keys, words, holds)| (*keys, *words, holds(rule))), name)
     {
         return Some(why);
     }
-    unmet(conditions(), config, &without_indices(key))
+    let ignores_epochs = config.job.steps > 0 && config.method().epochs().is_some();
+    let key = without_indices(key);
+    unmet(conditions(config), &key)
+        .or((ignores_epochs && key == format!("{}.epochs", config.kind())).then_some("job.steps = 0"))
 }
 
-/// The tables of the methods, then keys of all jobs, then keys of methods.
-fn conditions() -> impl Iterator<Item = &'static Need<Config>> {
-    method::TABLES.iter().chain(NEEDS).chain(method::needs())
-}
+/// A condition in words, with its keys, and whether it holds.
+type Condition = (&'static str, &'static str, bool);
 
-fn unmet<'a, T: 'a>(needs: impl IntoIterator<Item = &'a Need<T>>, of: &T, key: &str) -> Option<&'static str> {
-    let names = |need: &&Need<T>| need.0.split_whitespace().any(|name| is_within(key, name));
-    needs.into_iter().filter(names).find(|(_, _, holds)| !holds(of)).map(|(_, why, _)| *why)
+macro_rules! conditions {
+    (
+        own { $($(#[$about:meta])* $kind:ident => $table:ident: $($path:ident)::+,)* }
+        shared { $($(#[$about_shared:meta])* $kind_shared:ident => $table_shared:ident: $($path_shared:ident)::+,)* }
+    ) => {
+        /// The table of each method, which only its kind of job uses.
+        const TABLES: &[Need<Config>] = &[$((
+            stringify!($table),
+            concat!("job.kind = \"", stringify!($table), "\""),
+            |config| config.job.kind == JobKind::$kind,
+        ),)*];
+
+        /// The tables of the methods, then keys of all jobs, then keys of methods.
+        fn conditions(config: &Config) -> Vec<Condition> {
+            let shared = config.shared();
+            let of_jobs = TABLES.iter().chain(NEEDS).map(|(keys, words, holds)| (*keys, *words, holds(config)));
+            let mut all: Vec<Condition> = of_jobs.collect();
+            $(all.extend(method::$($path)::+::needs().iter().map(|(keys, words, holds)| {
+                (*keys, *words, config.job.kind == JobKind::$kind && holds(&config.$table, &shared))
+            }));)*
+            $(all.extend(method::$($path_shared)::+::needs().iter().map(|(keys, words, holds)| {
+                (*keys, *words, holds(&config.$table_shared, &shared))
+            }));)*
+            all
+        }
+    };
+}
+method::with_methods!(conditions);
+
+/// The first condition of `key` that does not hold.
+fn unmet(conditions: impl IntoIterator<Item = Condition>, key: &str) -> Option<&'static str> {
+    let names = |keys: &str| keys.split_whitespace().any(|name| is_within(key, name));
+    conditions.into_iter().find(|(keys, _, holds)| !holds && names(keys)).map(|(_, why, _)| why)
 }
 
 /// Whether `key` is `name`, or in the table `name`.
@@ -227,17 +262,16 @@ mod tests {
         let listed = |needs: &[&'static str], of: &str| -> Vec<String> {
             needs.iter().flat_map(|keys| keys.split_whitespace()).map(|key| format!("{of}{key}")).collect()
         };
-        let names =
-            |needs: &mut dyn Iterator<Item = &Need<Config>>| needs.map(|(names, ..)| *names).collect::<Vec<_>>();
+        let of_jobs: Vec<&str> = conditions(&Config::default()).iter().map(|(names, ..)| *names).collect();
         let of_rules: Vec<&str> = OF_RULE.iter().map(|(names, ..)| *names).collect();
-        let own = [listed(&names(&mut conditions()), ""), listed(&of_rules, "reward.rule.")].concat();
+        let own = [listed(&of_jobs, ""), listed(&of_rules, "reward.rule.")].concat();
         let free: Vec<String> =
             UNCONDITIONAL.iter().flat_map(|(of, keys)| listed(&[keys], &format!("{of}."))).collect();
         let entries = reference::all();
         let known: Vec<String> = entries.iter().map(reference::Entry::path).collect();
         for entry in entries.iter().filter(|entry| !entry.key.is_empty()) {
             let (path, is_own) = (entry.path(), own.contains(&entry.path()));
-            let is_of_method = method::TABLES.iter().any(|(table, ..)| *table == entry.table);
+            let is_of_method = TABLES.iter().any(|(table, ..)| *table == entry.table);
             let is_listed = is_own != free.contains(&path);
             assert!(is_listed || is_of_method, "{path} must be in NEEDS or in UNCONDITIONAL, and not in both");
         }

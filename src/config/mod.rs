@@ -49,37 +49,21 @@ pub mod rollout;
 mod schema;
 mod values;
 mod verl;
+mod words;
 
 pub use aliases::{nearest, override_for};
 pub use load::{load, parse};
 pub use schema::schema;
+pub use words::{flat, name};
 
 use crate::mesh::Mesh;
 use job::{DeviceName, Gemm, GradientConfig, JobConfig};
 use limits::{Ranged, Ranges};
 use method::ppo::{Correction, OldLogprobs};
+use method::{MethodConfig, Shared, Uses};
 use model::DTypeName;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use toml::{Table, Value};
-
-/// Every key of a table by its path, `job.kind`, with its value.
-pub fn flat(table: &Table) -> BTreeMap<String, Value> {
-    let mut all = BTreeMap::new();
-    for (key, value) in table {
-        match value {
-            Value::Table(inner) => all.extend(flat(inner).into_iter().map(|(rest, v)| (format!("{key}.{rest}"), v))),
-            value => drop(all.insert(key.clone(), value.clone())),
-        }
-    }
-    all
-}
-
-/// The name of a value in a job file: `reinforce++`.
-pub fn name(value: &impl Serialize) -> String {
-    serde_json::to_value(value).ok().and_then(|word| Some(word.as_str()?.to_string())).expect("a value with a name")
-}
 
 /// The seconds that a collective waits in addition to the longest reward.
 const COLLECTIVE_MARGIN_S: f64 = 30.0;
@@ -130,6 +114,25 @@ macro_rules! config {
             ("checkpoint", checkpoint::CheckpointConfig::RANGES),
             ("metrics", metrics::MetricsConfig::RANGES),
         ];
+
+        impl Config {
+            /// The settings of the job's method.
+            pub fn method(&self) -> &dyn MethodConfig {
+                match self.job.kind {
+                    $(method::JobKind::$kind => &self.$method,)*
+                    $(method::JobKind::$kind_shared => &self.$shared,)*
+                }
+            }
+
+            /// Sets the tokens of a micro-batch if the job leaves them to the plan.
+            pub fn set_microbatches(&mut self, tokens: usize) {
+                for method in [$(&mut self.$method.microbatch_tokens_max,)*] {
+                    if *method == auto::AUTO {
+                        *method = tokens;
+                    }
+                }
+            }
+        }
     };
 }
 method::with_methods!(config);
@@ -145,8 +148,14 @@ impl Config {
         self.kind() == kind
     }
 
-    pub fn uses(&self) -> method::Uses {
-        self.method().uses(self)
+    /// The tables that the settings of a method are checked against.
+    pub fn shared(&self) -> Shared<'_> {
+        let Self { model, mesh, rollout, reward, optim, .. } = self;
+        Shared { model, mesh, rollout, reward, optim }
+    }
+
+    pub fn uses(&self) -> Uses {
+        self.method().uses(&self.shared())
     }
 
     /// Whether responses are sampled, for training or for evaluation.
@@ -216,11 +225,13 @@ impl Config {
 
     /// Fills in keys whose default is another key's value, except paths.
     fn fill_defaults(&mut self) {
-        let method::Uses { trains, samples, .. } = self.uses();
-        self.fill_method_defaults();
+        let Uses { trains, samples, ratios, .. } = self.uses();
         self.data.only_evaluates = !trains;
         // Other jobs do not train on samples; distillation rejects it.
         self.rollout.keep_sampling_mask &= samples && trains;
+        if samples && !ratios {
+            self.ppo.old_logprobs = OldLogprobs::Rollout;
+        }
         // There is no trained model to export.
         self.job.export &= trains;
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {

@@ -15,22 +15,7 @@ use std::sync::LazyLock;
 #[rustfmt::skip]
 const ALLOWED: &[(&str, &str, &str)] = &[
     ("src/plan/choose.rs", "src/plan/refuse.rs", "a refusal tries what would fit"),
-    // A job has the tables of all methods, and a method checks its table against the rest of the job.
-    ("src/config/method.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/distill.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/distill.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/eval.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/eval.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/labelled.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/labelled.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/ppo.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/ppo.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/preference.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/preference.rs", "src/config/mod.rs", OF_JOB),
-    ("src/config/method/sft.rs", "src/config/method.rs", OF_JOB),
-    ("src/config/method/sft.rs", "src/config/mod.rs", OF_JOB),
 ];
-const OF_JOB: &str = "a method's settings are a part of the job that they are checked against";
 
 type Path = Vec<String>;
 

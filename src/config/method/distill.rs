@@ -1,8 +1,6 @@
 //! `[distill]`: a student that learns the distributions of its teachers.
 
-use super::ppo::OldLogprobs;
-use super::{MethodConfig, Need, RowKind, Uses};
-use crate::config::Config;
+use super::interface::{MethodConfig, Need, RowKind, Shared, Uses};
 use crate::config::limits::{FINITE, SAMPLES, TOKENS, check_weights};
 use crate::config::metric::{Key, Unit};
 use crate::error::{Error, Result};
@@ -46,7 +44,7 @@ impl DistillConfig {
     }
 
     /// Rejects teachers and sampled tokens that the divergence cannot be computed from.
-    fn check_teachers(&self, Config { model, rollout, .. }: &Config) -> Result<()> {
+    fn check_teachers(&self, Shared { model, rollout, .. }: &Shared) -> Result<()> {
         let (teachers, weights) = (&model.teachers, &model.teacher_weights);
         if teachers.is_empty() {
             return Err(Error::usage(
@@ -85,7 +83,7 @@ impl DistillConfig {
 }
 
 /// Rejects keys of a rollout that distillation does not support.
-fn check_rollout(Config { rollout, reward, .. }: &Config) -> Result<()> {
+fn check_rollout(Shared { rollout, reward, .. }: &Shared) -> Result<()> {
     if rollout.keep_sampling_mask {
         return Err(Error::usage(
             "rollout.keep_sampling_mask does not support distill jobs, which compare whole distributions",
@@ -112,7 +110,7 @@ impl MethodConfig for DistillConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         if self.on_policy {
             Uses { samples: true, ..Uses::rows(RowKind::Prompt) }
         } else {
@@ -120,20 +118,15 @@ impl MethodConfig for DistillConfig {
         }
     }
 
-    fn check(&self, config: &Config) -> Result<()> {
-        self.check_teachers(config)?;
-        if !config.mesh.placement.is_empty() {
+    fn check(&self, shared: &Shared) -> Result<()> {
+        self.check_teachers(shared)?;
+        if !shared.mesh.placement.is_empty() {
             return Err(Error::usage(
                 "mesh.placement does not support distill jobs, which have all roles on all ranks",
             )
             .hint("remove mesh.placement; mesh.zero and mesh.tensor also shard the teachers' weights"));
         }
-        if self.on_policy { check_rollout(config) } else { Ok(()) }
-    }
-
-    fn fill_defaults(config: &mut Config) {
-        // There is no ratio to the log-probabilities at sampling.
-        config.ppo.old_logprobs = OldLogprobs::Rollout;
+        if self.on_policy { check_rollout(shared) } else { Ok(()) }
     }
 
     fn metrics() -> &'static [Key] {
@@ -146,11 +139,10 @@ impl MethodConfig for DistillConfig {
         }]
     }
 
-    fn needs() -> &'static [Need<Config>] {
+    fn needs() -> &'static [Need<Self>] {
         &[
-            ("model.teachers model.teacher_weights", "job.kind = \"distill\"", |c| c.is("distill")),
-            ("distill.epochs", "job.steps = 0", |c| c.job.steps == 0),
-            ("distill.ce_coef", "distill.on_policy = false", |c| !c.distill.on_policy),
+            ("model.teachers model.teacher_weights", "job.kind = \"distill\"", |_, _| true),
+            ("distill.ce_coef", "distill.on_policy = false", |distill, _| !distill.on_policy),
         ]
     }
 }

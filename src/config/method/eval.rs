@@ -1,9 +1,8 @@
 //! `[eval]`: evaluations during training, and jobs that only evaluate.
 
-use super::{MethodConfig, RowKind, Uses};
+use super::interface::{MethodConfig, RowKind, Shared, Uses};
 use crate::config::limits::{COUNT, FINITE};
 use crate::config::rollout::TEMPERATURE_MIN;
-use crate::config::{Config, OldLogprobs};
 use crate::error::{Error, Result};
 
 table! {
@@ -51,16 +50,11 @@ impl MethodConfig for EvalConfig {
         "evaluation".into()
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses { samples: true, trains: false, eval_sets: true, ..Uses::rows(RowKind::Prompt) }
     }
 
-    fn check(&self, config: &Config) -> Result<()> {
-        config.reward.check().and(config.rollout.check())
-    }
-
-    fn fill_defaults(config: &mut Config) {
-        // There is no ratio to the log-probabilities at sampling.
-        config.ppo.old_logprobs = OldLogprobs::Rollout;
+    fn check(&self, shared: &Shared) -> Result<()> {
+        shared.reward.check().and(shared.rollout.check())
     }
 }

@@ -1,7 +1,6 @@
 //! Keys of the methods that learn from labeled responses: whole ones (KTO), or each step of one (process rewards).
 
-use super::{MethodConfig, Need, RowKind, Uses};
-use crate::config::Config;
+use super::interface::{MethodConfig, RowKind, Shared, Uses};
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
 use crate::config::metric::{Key, Unit};
 use crate::error::{Error, Result};
@@ -33,7 +32,7 @@ impl MethodConfig for KtoConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses { reference: true, ..Uses::rows(RowKind::Labelled) }
     }
 
@@ -43,10 +42,6 @@ impl MethodConfig for KtoConfig {
             Key { name: DESIRABLE_REWARD_MEAN, meaning: "Mean reward of the desirable responses (kto).", ..OF_KTO },
             Key { name: UNDESIRABLE_REWARD_MEAN, meaning: "Mean reward of the undesirable responses (kto).", ..OF_KTO },
         ]
-    }
-
-    fn needs() -> &'static [Need<Config>] {
-        &[("kto.epochs", "job.steps = 0", |c| c.job.steps == 0)]
     }
 }
 
@@ -72,12 +67,12 @@ impl MethodConfig for StepRewardConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses::rows(RowKind::Steps)
     }
 
     /// Rejects fewer than two different reward tokens.
-    fn check(&self, _config: &Config) -> Result<()> {
+    fn check(&self, _shared: &Shared) -> Result<()> {
         let tokens = &self.reward_tokens;
         Error::need(
             tokens.len() >= 2,
@@ -88,9 +83,5 @@ impl MethodConfig for StepRewardConfig {
             Some((_, token)) => Err(Error::usage(format!("step_reward.reward_tokens has {token:?} twice"))),
             None => Ok(()),
         }
-    }
-
-    fn needs() -> &'static [Need<Config>] {
-        &[("step_reward.epochs", "job.steps = 0", |c| c.job.steps == 0)]
     }
 }

@@ -1,8 +1,8 @@
 //! `[ppo]`: the estimator, the losses, and the division of a batch of experience.
 
-use super::{MethodConfig, Need, RowKind, Uses};
+use super::interface::{MethodConfig, Need, RowKind, Shared, Uses};
 use crate::config::limits::{self, ABOVE_0, COUNT, FINITE, SAMPLES, TOKENS};
-use crate::config::{self, Config};
+use crate::config::name;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -274,17 +274,18 @@ impl MethodConfig for PpoConfig {
         };
         match self.loss {
             PolicyLossKind::Clip => of_estimator.to_string(),
-            other => format!("{of_estimator} with the {} loss", config::name(&other).to_uppercase()),
+            other => format!("{of_estimator} with the {} loss", name(&other).to_uppercase()),
         }
     }
 
     /// A job without a KL and without a named reference does not load one.
-    fn uses(&self, config: &Config) -> Uses {
+    fn uses(&self, shared: &Shared) -> Uses {
         Uses {
             samples: true,
-            reference: self.kl_in != KlIn::None || !config.model.reference.as_os_str().is_empty(),
+            reference: self.kl_in != KlIn::None || !shared.model.reference.as_os_str().is_empty(),
             critic: self.advantage.has_critic(),
             greedy: self.advantage.has_greedy(),
+            ratios: true,
             rollout_ranks: true,
             eval_sets: true,
             pretrain: Some(("ppo.ptx_coef", self.ptx_coef)),
@@ -292,8 +293,7 @@ impl MethodConfig for PpoConfig {
         }
     }
 
-    fn check(&self, Config { job, reward, rollout, optim, .. }: &Config) -> Result<()> {
-        Error::need(job.steps > 0, "job.steps must be at least 1 in a ppo job (got 0)")?;
+    fn check(&self, Shared { reward, rollout, optim, .. }: &Shared) -> Result<()> {
         reward.check()?;
         rollout.check()?;
         self.check_keys()?;
@@ -308,7 +308,7 @@ impl MethodConfig for PpoConfig {
             ),
         )?;
         if self.advantage.is_grouped() && samples < 2 {
-            let name = config::name(&self.advantage);
+            let name = name(&self.advantage);
             return Err(Error::usage(format!(
                 "rollout.samples_per_prompt must be at least 2 with ppo.advantage = \"{name}\" (got {samples})"
             ))
@@ -318,30 +318,30 @@ impl MethodConfig for PpoConfig {
     }
 
     #[rustfmt::skip]
-    fn needs() -> &'static [Need<Config>] {
+    fn needs() -> &'static [Need<Self>] {
         &[
             (
                 "optim.critic model.critic ppo.lambda ppo.truncation ppo.value_clip ppo.critic_warmup_steps",
-                "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", |c| c.uses().critic,
+                "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", |ppo, _| ppo.advantage.has_critic(),
             ),
-            ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", |c| c.uses().rollout_ranks),
+            ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", |_, _| true),
             ("ppo.gamma", "ppo.advantage = \"gae\" or \"reinforce++\"",
-                |c| matches!(c.ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
+                |ppo, _| matches!(ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
             ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
-                |c| c.ppo.advantage.is_whitened()),
-            ("ppo.aggregation", "another ppo.loss than \"gspo\"", |c| c.ppo.loss != PolicyLossKind::Gspo),
+                |ppo, _| ppo.advantage.is_whitened()),
+            ("ppo.aggregation", "another ppo.loss than \"gspo\"", |ppo, _| ppo.loss != PolicyLossKind::Gspo),
             ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
-                |c| matches!(c.ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
-            ("ppo.clip_high", "another ppo.loss than \"sapo\"", |c| c.ppo.loss != PolicyLossKind::Sapo),
+                |ppo, _| matches!(ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
+            ("ppo.clip_high", "another ppo.loss than \"sapo\"", |ppo, _| ppo.loss != PolicyLossKind::Sapo),
             ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"",
-                |c| c.ppo.loss == PolicyLossKind::Sapo),
-            ("ppo.correction_low ppo.correction_high", "ppo.correction", |c| c.ppo.correction != Correction::None),
+                |ppo, _| ppo.loss == PolicyLossKind::Sapo),
+            ("ppo.correction_low ppo.correction_high", "ppo.correction", |ppo, _| ppo.correction != Correction::None),
             ("ppo.kl_coef", "ppo.kl_in = \"reward\" or \"loss\"",
-                |c| c.ppo.kl_in != KlIn::None || c.ppo.kl_coef == 0.0),
-            ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", |c| c.uses().reference),
-            ("ppo.kl_horizon", "ppo.kl_target above 0", |c| c.ppo.kl_target > 0.0),
+                |ppo, _| ppo.kl_in != KlIn::None || ppo.kl_coef == 0.0),
+            ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", |ppo, shared| ppo.uses(shared).reference),
+            ("ppo.kl_horizon", "ppo.kl_target above 0", |ppo, _| ppo.kl_target > 0.0),
             ("ppo.overlong_tokens_max ppo.overlong_penalty", "ppo.overlong_buffer_tokens above 0",
-                |c| c.ppo.overlong_buffer_tokens > 0),
+                |ppo, _| ppo.overlong_buffer_tokens > 0),
         ]
     }
 }

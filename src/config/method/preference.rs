@@ -1,7 +1,6 @@
 //! Keys of the methods that learn from pairs of a chosen and a rejected response.
 
-use super::{MethodConfig, Need, RowKind, Uses};
-use crate::config::Config;
+use super::interface::{MethodConfig, Need, RowKind, Shared, Uses};
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
 use serde::{Deserialize, Serialize};
 
@@ -37,17 +36,14 @@ impl MethodConfig for RewardModelConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses::rows(RowKind::Pair)
     }
 
-    fn needs() -> &'static [Need<Config>] {
-        &[
-            ("reward_model.epochs", "job.steps = 0", |c| c.job.steps == 0),
-            ("data.margin_key", "job.kind = \"reward_model\" and reward_model.loss = \"sigmoid\"", |c| {
-                c.is("reward_model") && c.reward_model.loss == PairLoss::Sigmoid
-            }),
-        ]
+    fn needs() -> &'static [Need<Self>] {
+        &[("data.margin_key", "job.kind = \"reward_model\" and reward_model.loss = \"sigmoid\"", |reward_model, _| {
+            reward_model.loss == PairLoss::Sigmoid
+        })]
     }
 }
 
@@ -103,19 +99,18 @@ impl MethodConfig for DpoConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses { reference: self.has_reference(), ..Uses::rows(RowKind::Pair) }
     }
 
-    fn needs() -> &'static [Need<Config>] {
+    fn needs() -> &'static [Need<Self>] {
         &[
-            ("dpo.epochs", "job.steps = 0", |c| c.job.steps == 0),
-            ("dpo.beta", "another dpo.loss than \"orpo\", whose weight is dpo.orpo_coef", |c| {
-                c.dpo.loss != PreferenceLoss::Orpo
+            ("dpo.beta", "another dpo.loss than \"orpo\", whose weight is dpo.orpo_coef", |dpo, _| {
+                dpo.loss != PreferenceLoss::Orpo
             }),
-            ("dpo.label_smoothing", "dpo.loss = \"sigmoid\"", |c| c.dpo.loss == PreferenceLoss::Sigmoid),
-            ("dpo.simpo_margin", "dpo.loss = \"simpo\"", |c| c.dpo.loss == PreferenceLoss::Simpo),
-            ("dpo.orpo_coef", "dpo.loss = \"orpo\"", |c| c.dpo.loss == PreferenceLoss::Orpo),
+            ("dpo.label_smoothing", "dpo.loss = \"sigmoid\"", |dpo, _| dpo.loss == PreferenceLoss::Sigmoid),
+            ("dpo.simpo_margin", "dpo.loss = \"simpo\"", |dpo, _| dpo.loss == PreferenceLoss::Simpo),
+            ("dpo.orpo_coef", "dpo.loss = \"orpo\"", |dpo, _| dpo.loss == PreferenceLoss::Orpo),
         ]
     }
 }

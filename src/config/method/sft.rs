@@ -1,7 +1,6 @@
 //! `[sft]`: supervised fine-tuning.
 
-use super::{MethodConfig, Need, RowKind, Uses};
-use crate::config::Config;
+use super::interface::{MethodConfig, RowKind, Shared, Uses};
 use crate::config::limits::{FINITE, SAMPLES, TOKENS};
 use serde::{Deserialize, Serialize};
 
@@ -39,15 +38,11 @@ impl MethodConfig for SftConfig {
         Some(self.epochs)
     }
 
-    fn uses(&self, _config: &Config) -> Uses {
+    fn uses(&self, _shared: &Shared) -> Uses {
         Uses {
             token_loss: true,
             pretrain: Some(("sft.pretrain_coef", self.pretrain_coef)),
             ..Uses::rows(RowKind::Demonstration)
         }
-    }
-
-    fn needs() -> &'static [Need<Config>] {
-        &[("sft.epochs", "job.steps = 0", |c| c.job.steps == 0)]
     }
 }
