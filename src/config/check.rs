@@ -42,7 +42,7 @@ impl Config {
         }
     }
 
-    /// Rejects a job that trains for no step.
+    /// Rejects a job whose number of steps is 0.
     fn check_steps(&self) -> Result<()> {
         let of = self.kind();
         match self.method().epochs() {

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LongPrompts {
-    /// The row is filtered.
+    /// The row is filtered out.
     #[default]
     Reject,
     /// The first tokens are cut off.
@@ -114,14 +114,14 @@ table! {
         pub order: Order = Order::Shuffled,
         pub length_group_rows: usize = 1024 => 1.0..=COUNT,
         pub curriculum_field: String = String::new(),
-        /// Whether no row trains. Without a named split, all rows evaluate.
+        /// Whether no row is used for training. Without a named split, all rows are used for evaluation.
         #[serde(skip)]
         pub only_evaluates: bool = false,
     }
 }
 
 impl DataConfig {
-    /// The further variables of the chat template, if rows go through it.
+    /// The job's variables for the chat template, if rows use the template.
     pub fn template_args(&self) -> Option<&Map<String, Value>> {
         self.chat_template.then_some(&self.chat_template_args)
     }
@@ -139,7 +139,7 @@ impl DataConfig {
         self.prompts.iter().chain(self.eval_sets.iter().flat_map(|set| &set.prompts))
     }
 
-    /// The configuration for reading `pretrain`, if it is set: every token of its texts is used, in pieces.
+    /// The configuration for reading `pretrain`, if it is set. Long texts become several pieces: every token is used.
     pub fn of_pretrain(&self) -> Option<Self> {
         (!self.pretrain.is_empty()).then(|| Self {
             prompts: self.pretrain.clone(),
@@ -200,7 +200,7 @@ impl DataConfig {
         Ok(())
     }
 
-    /// Checks the keys that depend on each other, which neither types nor ranges can.
+    /// Checks keys that depend on each other. Types and ranges cannot do that.
     pub fn check(&self) -> Result<()> {
         let hint = "set it to shard prefixes or files of rows";
         self.check_eval_sets()?;

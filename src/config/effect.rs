@@ -53,7 +53,7 @@ const NEEDS: &[Need<Config>] = &[
         |c| trains(c) || !c.eval.draws()),
     ("rollout.top_k rollout.top_p rollout.min_p", "a temperature above 0",
         |c| c.rollout.temperature > 0.0 || c.eval.draws()),
-    ("rollout.top_p rollout.min_p", "another rollout.top_k than 1", |c| c.rollout.top_k != 1),
+    ("rollout.top_p rollout.min_p", "a rollout.top_k other than 1", |c| c.rollout.top_k != 1),
     ("reward.workers reward.timeout_s reward.retries", "reward.python, reward.http or reward.environment", has_requests),
     ("reward.start_timeout_s", "a Python file in reward.python or reward.environment", has_python),
     ("reward.on_failure", "a reward that can fail: python, http, judge or environment",
@@ -65,10 +65,10 @@ const NEEDS: &[Need<Config>] = &[
     ),
 
     ("gradient.chunks", "gradient.order = \"fixed\"", |c| c.gradient.order == optim::GradientOrder::Fixed),
-    ("optim.actor.floor_ratio", "a schedule that falls", |c| c.optim.actor.schedule != Schedule::Constant),
-    ("optim.critic.floor_ratio", "a schedule that falls", |c| c.optim.critic.schedule != Schedule::Constant),
+    ("optim.actor.floor_ratio", "a schedule that decays", |c| c.optim.actor.schedule != Schedule::Constant),
+    ("optim.critic.floor_ratio", "a schedule that decays", |c| c.optim.critic.schedule != Schedule::Constant),
 
-    // 0 turns evaluations off, where there are none, too.
+    // 0 turns evaluations off, so it is no mistake in a job without held-out rows.
     ("eval.every_steps", "a job that trains, and data.eval_split or data.eval_sets",
         |c| c.eval.every_steps == 0 || trains(c) && has_held_out(c)),
     ("eval.samples_max eval.patience eval.correct_at eval.samples_per_prompt eval.pass_at eval.temperature eval.beams",
@@ -81,14 +81,14 @@ const NEEDS: &[Need<Config>] = &[
     ("checkpoint.export_best", "job.export = true", |c| c.job.export),
     ("metrics.rollouts_keep_last", "recorded rollouts or evaluations",
         |c| trains_on_samples(c) && c.metrics.rollouts_every_steps > 0 || records_eval_rows(c)),
-    ("metrics.eval_rows_max", "evaluations of another job than sft and off-policy distill",
+    ("metrics.eval_rows_max", "evaluations in a job other than sft and off-policy distill",
         |c| evaluates(c) && !c.uses().token_loss),
     ("metrics.samples_count", "metrics.samples_every_steps above 0", |c| c.metrics.samples_every_steps > 0),
 ];
 
 /// The keys of a rule that only some kinds of rules use.
 const OF_RULE: &[Need<RuleConfig>] = &[
-    ("extract strip", "another kind of rule than \"length\"", |rule| rule.kind != RuleKind::Length),
+    ("extract strip", "a rule of a kind other than length", |rule| rule.kind != RuleKind::Length),
     ("ignore_case", "a rule of kind exact, regex or format", |rule| {
         !matches!(rule.kind, RuleKind::Number | RuleKind::Length)
     }),
@@ -156,7 +156,7 @@ fn lacks(config: &Config, key: &str) -> Option<&'static str> {
         .or((ignores_epochs && key == format!("{}.epochs", config.kind())).then_some("job.steps = 0"))
 }
 
-/// A condition in words, with its keys, and whether it holds.
+/// Keys, their condition in words, and whether it holds.
 type Condition = (&'static str, &'static str, bool);
 
 macro_rules! conditions {
@@ -199,7 +199,7 @@ pub(super) fn is_within(key: &str, name: &str) -> bool {
     key.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// `reward.rule.0.kind` as `reward.rule.kind`.
+/// Removes indices from a path: `reward.rule.0.kind` becomes `reward.rule.kind`.
 fn without_indices(key: &str) -> String {
     key.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
 }
@@ -229,7 +229,8 @@ mod tests {
     use std::path::{Path, PathBuf};
 
     /// Keys without a condition of their own: every job uses them, or every job that uses their table. The tables of
-    /// methods are not listed: their keys have a condition if the method says so. Keys of the machine (devices, memory, layouts, batch sizes of the sampler) are here, too: a job is used on several machines.
+    /// methods are not listed, because methods declare the conditions of their keys. Keys of the machine (devices,
+    /// memory, layouts, batch sizes of the sampler) are listed, because a job is used on several machines.
     const UNCONDITIONAL: &[(&str, &str)] = &[
         ("job", "kind name dir seed device collectives gemm check threads"),
         ("model", "actor dtype"),

@@ -1,4 +1,4 @@
-//! What the JSON schema of a job adds to the types of its keys: ranges, and other forms of a value.
+//! Additions of a job's JSON schema to the types of the keys: ranges, and other forms of a value.
 
 use super::limits::{ABOVE_0, FINITE, Ranged};
 use schemars::Schema;
@@ -31,7 +31,7 @@ pub fn word_or_table(word: &'static str, required: &'static [&str]) -> impl Fn(&
     move |table| {
         let key = &table.as_value()["properties"][word];
         let mut short = key.get("items").unwrap_or(key).clone();
-        // One of its own forms, if the key has several.
+        // The first form of the key, if it has several.
         short = short["anyOf"].get(0).unwrap_or(&short).clone();
         if !required.is_empty() {
             table.insert("required".into(), json!(required));

@@ -75,7 +75,7 @@ impl JobConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
-    /// The least recomputation with which the plan finds that the job fits.
+    /// The least recomputation with which the job fits, according to the plan.
     #[default]
     Auto,
     None,
@@ -92,7 +92,7 @@ impl From<bool> for Recompute {
     }
 }
 
-/// A name, or true or false as in older jobs.
+/// Deserializes a name, or true or false as in older jobs.
 fn recompute<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Recompute, D::Error> {
     match toml::Value::deserialize(from)? {
         toml::Value::Boolean(block) => Ok(block.into()),

@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::ops::RangeInclusive;
 
-/// Steps, rows and other counts that run through a job.
+/// The most steps, rows and other counts of a whole job.
 pub(super) const COUNT: f64 = 1e9;
 pub(super) const TOKENS: f64 = TOKENS_MAX as f64;
 /// The most rows of a step, and the most responses.
@@ -23,7 +23,7 @@ pub const THREADS_MAX: usize = 4096;
 pub const TOKENS_MAX: usize = 1 << 27;
 /// The largest vocabulary of a model.
 pub const VOCABULARY_MAX: usize = 1 << 24;
-/// The most bytes, a petabyte.
+/// The most bytes: a pebibyte.
 pub(super) const BYTES: f64 = 1_125_899_906_842_624.0;
 pub(super) const YEAR_S: f64 = 31_536_000.0;
 pub(super) const FINITE: f64 = f32::MAX as f64;
@@ -72,7 +72,7 @@ fn refuse_outside(key: &str, value: &Value, range: &RangeInclusive<f64>) -> Resu
     if value == "auto" || value.as_f64().is_some_and(|x| range.contains(&x)) {
         return Ok(());
     }
-    // An f32 as it was written: 0.1, not 0.10000000149.
+    // Shows an f32 as it was written: 0.1, not 0.10000000149.
     let text = value.as_f64().filter(|_| value.is_f64()).map(|x| match x as f32 {
         short if f64::from(short) == x => short.to_string(),
         _ => x.to_string(),

@@ -1,5 +1,5 @@
-//! From a TOML file and `key.path=value` overrides to a `Config`. All mistakes are reported together, each with its
-//! line or override and with a suggestion.
+//! Loading of a `Config` from a TOML file and `key.path=value` overrides. All mistakes are reported together, each with
+//! its line or override and with a suggestion.
 
 use super::aliases::{elsewhere, nearest};
 use super::effect::is_within;
@@ -56,7 +56,7 @@ fn check_format(text: &str) -> Result<()> {
     ))
 }
 
-/// `load` without a file; paths are not changed.
+/// Parses the text of a job, like `load`, but does not change its paths.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
     read(text, overrides, Path::new(""))
 }
@@ -72,7 +72,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     let mut keys_given = given_keys(&table, "");
     let is_listing = flat(&known).keys().all(|key| keys_given.iter().any(|given| is_within(given, key)));
     if is_listing {
-        // Written by a run, which lists all keys.
+        // A run wrote this file and listed all keys, so nothing shows which ones the user set.
         keys_given.clear();
     }
     let mut mistakes = Vec::new();
@@ -193,7 +193,7 @@ fn place_of(table: &DeTable, path: &[&str]) -> Option<usize> {
     }
 }
 
-/// ``line 7: `steps = 2` ``
+/// Formats the line at a position: ``line 7: `steps = 2` ``.
 fn line_at(text: &str, at: usize) -> String {
     let line = text[..at.min(text.len())].matches('\n').count();
     format!("line {}: `{}`", line + 1, text.lines().nth(line).unwrap_or("").trim())
@@ -302,7 +302,7 @@ fn explain(key: &str, value: &Value, message: &str) -> Error {
 /// The error for a name that is not among the `known` ones.
 fn unknown_word(key: &str, value: &Value, is_key: bool, wrong: &str, known: &[&str]) -> Error {
     let error = Error::usage(format!("{key}: unknown {} `{wrong}`", if is_key { "key" } else { "value" }));
-    // Elsewhere, an estimator or a loss is called a kind of job.
+    // Other systems have a kind of job for each estimator or loss.
     for [table, of] in [["ppo", "advantage"], ["ppo", "loss"], ["dpo", "loss"]] {
         if key == "job.kind" && refusal(&[table, of], value.clone()).is_none() {
             return error.hint(format!("set job.kind = \"{table}\" and {table}.{of} = \"{wrong}\""));

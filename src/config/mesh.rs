@@ -127,7 +127,7 @@ impl MeshConfig {
         if self.placement.len() > 1 { BATCHES.min(prompts).max(1) } else { 1 }
     }
 
-    /// Whether ranks without the actor sample.
+    /// Whether the rollout is on ranks without the actor.
     pub fn rollout_is_apart(&self) -> bool {
         let has = |placement: &PlacementConfig, role| placement.roles.contains(&role);
         self.placement.iter().any(|p| has(p, RoleName::Rollout) && !has(p, RoleName::Actor))

@@ -31,7 +31,7 @@ impl Entry {
     }
 }
 
-/// The entries of a text in which every value is on one line and below its comment. A comment right below the name of a table
+/// The entries of a text. Every value is on one line, below its comment. A comment right below the name of a table
 /// describes the table.
 fn entries(text: &str, within: &str) -> Vec<Entry> {
     let (mut table, mut about, mut all) = (within.to_owned(), Vec::new(), Vec::new());
@@ -66,7 +66,8 @@ pub fn all() -> Vec<Entry> {
     entries(REFERENCE, "").into_iter().chain(shown.flat_map(example)).collect()
 }
 
-/// The entries that `name` may mean: a full path; else keys that end with it; else the key for an option of another system.
+/// The entries that `name` may mean: a full path; else keys that end with it; else the key for an option of another
+/// system.
 pub fn find(name: &str) -> Vec<Entry> {
     let (ending, foreign) = (format!(".{name}"), aliases::ours(name));
     let readings: [&dyn Fn(&str) -> bool; 3] =

@@ -67,7 +67,7 @@ impl DynamicSampling {
     }
 }
 
-/// The least temperature above 0. Smaller ones would only overflow; 0 has the intended meaning.
+/// The least temperature above 0. Smaller ones would overflow. Greedy sampling is 0.
 pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
@@ -113,7 +113,7 @@ impl RolloutConfig {
     }
 
     /// The layout of the rollout on the ranks of the training mesh: `tensor` ranks share each matrix, `data` groups of
-    /// such ranks share the prompts. Decoding needs no ring, so the ranks of a ring take prompts of their own.
+    /// such ranks share the prompts. Decoding needs no ring, so each rank of a training ring gets prompts of its own.
     pub fn layout(&self, training: &Mesh) -> Result<Mesh> {
         let ranks = training.ranks();
         let tensor = size("rollout.tensor", self.tensor)?.unwrap_or(training.tensor);

@@ -8,7 +8,7 @@ use schemars::generate::SchemaSettings;
 use schemars::transform::RecursiveTransform;
 use serde_json::{Value, json};
 
-/// Removes the words for developers, and writes alternative words as one list.
+/// Removes descriptions for developers, and lists the possible values of a key in one `enum`.
 fn plain(schema: &mut Schema) {
     for name in ["title", "description", "format", "default"] {
         schema.remove(name);
@@ -41,7 +41,7 @@ fn describe(root: &mut Value, entry: &Entry) {
     match default {
         Some(example) if REQUIRED.contains(&path.as_str()) => key["examples"] = json!([example]),
         Some(default) => key["default"] = default,
-        // A table of any keys.
+        // A table with free keys.
         None if key.get("properties").is_none() => key["default"] = json!({}),
         None => {}
     }

@@ -1,6 +1,6 @@
-//! Values that other systems use for what has another name here.
+//! Values of keys that have other names here than in other systems.
 
-/// A key, words for it, and the value that is meant.
+/// A key, values from other systems, and the hint that names ours.
 const VALUES: &[(&str, &str, &str)] = &[
     ("job.kind", "prm process_reward_model process_reward process_reward_modeling", "set job.kind = \"step_reward\""),
     ("job.kind", "rm reward rmt reward_modeling bradley_terry", "set job.kind = \"reward_model\""),

@@ -64,7 +64,7 @@ pub struct Reply {
     pub failed: Option<String>,
 }
 
-/// Null is an absent field.
+/// Deserializes null like an absent field.
 fn or_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> std::result::Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
@@ -127,7 +127,7 @@ impl Environment {
         place
     }
 
-    /// The answers since the last call, with their positions. Waits for a first answer until `until`.
+    /// Returns the answers since the last call, with their positions. Waits for the first one until `until`.
     ///
     /// # Errors
     /// `Service` if it failed after its retries and `reward.on_failure` is stop.

@@ -1,4 +1,4 @@
-//! What an environment appends to a turn, and how it becomes tokens.
+//! The text that an environment appends to a turn, and its tokens.
 
 use super::reply::printable;
 use crate::text::Tokenizer;

@@ -26,7 +26,7 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// The maximum length of an error answer in a message.
 const TEXT_CHARS_MAX: usize = 400;
 
-/// One connection at a time to the servers of a reward. After each failed attempt it moves to the next server.
+/// A worker with one connection at a time. After each failed attempt it uses the reward's next server.
 pub struct HttpWorker {
     agent: Agent,
     urls: Arc<[Url]>,
@@ -81,7 +81,7 @@ pub fn workers(
     Ok((0..config.workers * urls.len()).map(worker).collect())
 }
 
-/// The header in an environment variable, as `Authorization: Bearer ...`.
+/// Parses the header in an environment variable, such as `Authorization: Bearer ...`.
 fn header(key: &str, variable: &str) -> Result<Header> {
     let wrong = |what: &str| {
         Error::usage(format!("{key}.header_env: the environment variable {variable} {what}"))

@@ -11,7 +11,7 @@ pub struct Scored {
     pub score: f32,
     /// The score of each reward by its name, before mixing, except rewards that abstained.
     pub parts: BTreeMap<String, f32>,
-    /// Named values for the logs. A name without a value is missing.
+    /// Named values for the logs. Names without a value are left out.
     pub extra: BTreeMap<String, f32>,
     /// The reason why there is no score: a reward failed on this response.
     pub failed: Option<String>,

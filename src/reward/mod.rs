@@ -114,8 +114,8 @@ impl Reward {
         &self.weights
     }
 
-    /// The answer in a response, by which equal answers are counted: the text that the first rule with an answer
-    /// compares with the label, or `None` if it finds nothing. Without such a rule, the stripped text.
+    /// The answer in a response, used to count equal answers. It is the text that the first rule with an answer
+    /// compares with the label, or `None` if that rule finds nothing. Without such a rule, it is the stripped text.
     pub fn answer(&self, text: &str) -> Option<String> {
         let rule = self.parts.iter().find_map(|part| match &part.source {
             Source::Rule(rule) if rule.has_answer() => Some(rule),

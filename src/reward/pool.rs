@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 /// The maximum bytes of an answer, and the additional bytes per response.
 const REPLY_BYTES_MAX: usize = 1 << 20;
 const REPLY_BYTES_MAX_EACH: usize = 1 << 14;
-/// The number of consecutive timeouts after which no more requests are sent: the service is down, not a response bad.
+/// The number of consecutive timeouts after which no more requests are sent, because the service is probably down.
 const LATE_MAX: u32 = 16;
 /// The longest pause before another attempt.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
@@ -35,11 +35,11 @@ pub struct RewardContext {
     pub columns: Vec<String>,
     /// The log file for the output of functions. Without one, only errors are kept.
     pub log: Option<BoundedLog>,
-    /// How an environment's answers become tokens. Without it, they are not checked.
+    /// The tokenizer of an environment's answers. Without it, they are not checked.
     pub texts: Option<Arc<Texts>>,
     /// The steps of the run.
     pub steps: u64,
-    /// What functions reported about values that are not kept.
+    /// Notes of functions about values that are not kept.
     pub notes: Notes,
 }
 
@@ -123,15 +123,15 @@ pub trait Worker: Send + 'static {
     type Asked: Send + Sync + 'static;
     type Output: Output;
 
-    /// Returns one output each, from one attempt with its own deadline. `given_up`: nothing waits for the result any
-    /// more.
+    /// Returns one output for each of `asked`, from one attempt with its own deadline. `given_up` becomes true when
+    /// nothing waits for the result any more.
     fn ask(
         &mut self,
         asked: &[Arc<Self::Asked>],
         given_up: &AtomicBool,
     ) -> std::result::Result<Vec<Self::Output>, Failure>;
 
-    /// The most requests that wait for their answers together.
+    /// The most requests that the worker sends before it waits for answers.
     fn together(&self) -> usize {
         1
     }
@@ -404,8 +404,8 @@ fn serve<W: Worker>(mut worker: W, queue: &Mutex<Receiver<Request<W::Asked, W::O
     }
 }
 
-/// Sends the requests, and the ones that fail again. If a request for several responses fails and failed responses are
-/// dropped, sends one request for each response, and marks the ones that fail.
+/// Sends the requests, and retries failed ones. If a request for several responses still fails and failed responses are
+/// dropped, sends one request for each response, and marks the failed responses.
 fn answer<W: Worker>(
     worker: &mut W,
     requests: &[Request<W::Asked, W::Output>],

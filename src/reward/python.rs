@@ -52,7 +52,7 @@ const NO_GPU: [(&str, &str); 4] = [
 const STDERR_LINES_SHOWN: usize = 12;
 /// The most calls of an asynchronous function that are awaited together.
 const TOGETHER_MAX: usize = 256;
-/// The time after which a child must have reported calls that took too long.
+/// The time that a child has to report calls that took too long.
 const REPORT: Duration = Duration::from_secs(2);
 
 /// A Python file's reward function, or environment.
@@ -147,13 +147,13 @@ pub fn workers(
     Ok((hello.function, file, (0..config.workers).map(worker).collect()))
 }
 
-/// Makes a result of the line that answers the request with this index.
+/// Parses the answer line of the request with this index.
 type Read<'a, T> = &'a dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>;
 
 impl PythonWorker {
     /// Sends `requests` to the child together, and returns the results of `read` on the index and the answer of each.
-    /// If one ends or blocks the process of all, unanswered ones are sent again, each alone. After any failure the child
-    /// is replaced. `count`: the most responses of a request.
+    /// If one of them ends or blocks the child, the unanswered ones are sent again, one at a time. After any failure
+    /// the child is replaced. `count`: the most responses of a request.
     pub(super) fn exchange<T: Clone>(
         &mut self,
         requests: Vec<Map<String, Value>>,

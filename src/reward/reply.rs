@@ -31,7 +31,7 @@ pub fn outputs(
     Ok(outputs)
 }
 
-/// Foreign text for a terminal: without control characters except line ends and tabs.
+/// Removes control characters from foreign text for a terminal. Line ends and tabs stay.
 pub fn printable(text: &str) -> String {
     text.trim_end().chars().filter(|c| !c.is_control() || matches!(c, '\n' | '\t')).collect()
 }

@@ -35,7 +35,7 @@ pub enum RowKind {
     Labelled,
     /// A text with a list of labels, one for each of its steps: documents are [text].
     Steps,
-    /// Plain text for `data.pretrain`, all of which is learned: documents are [text].
+    /// Plain text for `data.pretrain`, whose tokens all count in the loss: documents are [text].
     Text,
 }
 
@@ -52,11 +52,11 @@ pub struct Uses {
     pub reference: bool,
     /// Whether a critic is trained.
     pub critic: bool,
-    /// Whether the loss has ratios to the log-probabilities at sampling.
+    /// Whether the loss uses ratios of current to old probabilities, as sampled.
     pub ratios: bool,
     /// Whether each prompt of a step also gets a greedy response.
     pub greedy: bool,
-    /// Whether the loss is one of tokens of given responses, so that held-out rows have no rewards to record.
+    /// Whether the loss is over tokens of given responses. Held-out rows then have no rewards to record.
     pub token_loss: bool,
     /// Whether the rollout may have ranks of its own and may run ahead.
     pub rollout_ranks: bool,

@@ -134,7 +134,7 @@ pub enum Truncation {
     Bootstrap,
 }
 
-/// The weight for tokens whose sampler differs from the policy of the ratio.
+/// The correction of tokens that were sampled with other probabilities than the ratio's old ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Correction {
@@ -278,7 +278,7 @@ impl MethodConfig for PpoConfig {
         }
     }
 
-    /// A job without a KL and without a named reference does not load one.
+    /// Without a KL and without a named reference, no reference model is loaded.
     fn uses(&self, shared: &Shared) -> Uses {
         Uses {
             samples: true,
@@ -329,10 +329,10 @@ impl MethodConfig for PpoConfig {
                 |ppo, _| matches!(ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
             ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
                 |ppo, _| ppo.advantage.is_whitened()),
-            ("ppo.aggregation", "another ppo.loss than \"gspo\"", |ppo, _| ppo.loss != PolicyLossKind::Gspo),
+            ("ppo.aggregation", "a ppo.loss other than \"gspo\"", |ppo, _| ppo.loss != PolicyLossKind::Gspo),
             ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
                 |ppo, _| matches!(ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
-            ("ppo.clip_high", "another ppo.loss than \"sapo\"", |ppo, _| ppo.loss != PolicyLossKind::Sapo),
+            ("ppo.clip_high", "a ppo.loss other than \"sapo\"", |ppo, _| ppo.loss != PolicyLossKind::Sapo),
             ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"",
                 |ppo, _| ppo.loss == PolicyLossKind::Sapo),
             ("ppo.correction_low ppo.correction_high", "ppo.correction", |ppo, _| ppo.correction != Correction::None),

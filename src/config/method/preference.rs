@@ -105,7 +105,7 @@ impl MethodConfig for DpoConfig {
 
     fn needs() -> &'static [Need<Self>] {
         &[
-            ("dpo.beta", "another dpo.loss than \"orpo\", whose weight is dpo.orpo_coef", |dpo, _| {
+            ("dpo.beta", "a dpo.loss other than \"orpo\", whose weight is dpo.orpo_coef", |dpo, _| {
                 dpo.loss != PreferenceLoss::Orpo
             }),
             ("dpo.label_smoothing", "dpo.loss = \"sigmoid\"", |dpo, _| dpo.loss == PreferenceLoss::Sigmoid),
