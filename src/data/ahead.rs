@@ -18,7 +18,7 @@ use serde_json::Value;
 
 /// Maximum size of files that are encoded completely: a second or two on one core.
 const WHOLE_BYTES_MAX: u64 = 2 << 20;
-/// Rows sampled from a larger file.
+/// The number of rows sampled from a larger file.
 const SAMPLED_ROWS: u64 = 512;
 
 /// Rows that a job will use.

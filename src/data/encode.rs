@@ -17,8 +17,8 @@ use crate::error::{Error, Result};
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
-/// The tokens of a row, as a job reads it that trains on rows of the kind `reading.kind`: a prompt, or a prompt and its
-/// response, alternating for several turns.
+/// The token sequences of a row of the kind `reading.kind`: a prompt, or a prompt and its response, alternating for
+/// several turns.
 ///
 /// # Errors
 /// `Data` if the row lacks a field, or has one that cannot be read.

@@ -8,8 +8,8 @@ use crate::config::data::DataConfig;
 use crate::error::Result;
 use crate::experience::RowFields;
 
-/// Ids of rows of the first of `data.eval_sets` start here, of the next at twice that. So the random numbers of a set
-/// do not depend on other rows.
+/// The first row id of the first of `data.eval_sets`. The next set starts at twice this id, and so on. So the random
+/// numbers of a set do not depend on other rows.
 const SET_ROWS: u64 = 1 << 40;
 
 impl Rows {

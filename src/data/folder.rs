@@ -15,7 +15,7 @@ pub struct InputFile {
     pub split: Option<String>,
 }
 
-/// Whether the end of a name is that of a file of rows.
+/// Whether a file has the name extension of a file of rows.
 pub(super) fn is_file_of_rows(path: &Path) -> bool {
     let name = path.to_string_lossy();
     let plain = name.strip_suffix(".gz").unwrap_or(&name);
@@ -73,7 +73,7 @@ fn warn_of_unread(path: &Path, found: &[InputFile], unread: &[PathBuf]) -> Resul
     if let (true, Some(file)) = (card.contains("data_files:"), found.iter().find(is_unnamed)) {
         stderr::warn_once(&format!(
             "{} assigns files to splits (data_files), but only names of files and folders do so here, and {} has no such \
-             name: its rows train",
+             name: its rows are used for training",
             readme.display(),
             file.path.display()
         ));
@@ -124,7 +124,7 @@ fn saved(path: &Path) -> Result<Option<Vec<InputFile>>> {
     Ok(Some(all))
 }
 
-/// The files of rows in a folder, in `data`, and in folders with the name of a split. All are of `split`, if it is
+/// The files of rows in a folder, in `data`, and in folders with the name of a split. All belong to `split`, if it is
 /// given. Adds other folders with rows to `others`, and other files that may have rows to `unread`.
 fn named(
     path: &Path,

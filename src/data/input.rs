@@ -131,7 +131,7 @@ impl RowReader {
         Self::Json { name: name.to_owned(), from: JsonRows::lines(from), count: 0, blank: 0, at_once: 1 }
     }
 
-    /// Whether rows can be found from any byte of the file on.
+    /// Whether reading can start at any byte of the file.
     pub fn is_seekable(&self) -> bool {
         matches!(self, Self::Json { from, .. } if from.is_seekable())
     }

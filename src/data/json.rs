@@ -27,7 +27,7 @@ pub struct JsonRows {
     from: Box<dyn BufRead>,
     form: Form,
     is_compressed: bool,
-    /// The last line ended with CR, and an LF that follows belongs to it.
+    /// Whether the last line ended with CR, so that an LF that follows belongs to it.
     after_cr: bool,
     list: List,
 }
@@ -74,7 +74,7 @@ impl JsonRows {
         Self { from, form, is_compressed: false, after_cr: false, list: List::None }
     }
 
-    /// Whether rows can be found from any byte on: they are lines, and not compressed.
+    /// Whether reading can start at any byte: rows are lines, and not compressed.
     pub fn is_seekable(&self) -> bool {
         self.form == Form::Lines && !self.is_compressed
     }
@@ -238,7 +238,7 @@ pub(super) fn without_nan(line: &[u8]) -> Option<Vec<u8>> {
     has_any.then_some(out)
 }
 
-/// The row in a line, in which a byte order mark may begin the file.
+/// Removes the byte order mark with which a file may begin.
 pub(super) fn without_bom(line: &[u8]) -> &[u8] {
     line.strip_prefix(&BOM).unwrap_or(line)
 }

@@ -45,7 +45,7 @@ const REMEDIES: &[(&str, &str)] = &[
     ),
 ];
 
-/// The rule for rows of a split that the job does not name, which is what the job asks for.
+/// The rule for rows of splits that the job does not name. They are filtered on purpose, so there is no remedy.
 const OTHER_SPLIT: &str = "other_split";
 
 /// The use of all rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
@@ -57,7 +57,7 @@ pub struct Ledger {
     pub trained: u64,
     /// Rows handed out after a cut.
     pub truncated: Truncated,
-    /// Held-out rows, which never train.
+    /// Held-out rows, which are never used for training.
     pub held_out: u64,
     /// Rows that are never handed out, by the rule that filtered them.
     pub filtered: BTreeMap<String, u64>,
@@ -87,7 +87,7 @@ impl Ledger {
         }
     }
 
-    /// Adds the rows of an evaluation set, none of which train.
+    /// Adds the rows of an evaluation set, none of which are used for training.
     pub(super) fn add(&mut self, evaluated: &Self) {
         self.rows += evaluated.rows;
         self.held_out += evaluated.held_out;

@@ -111,8 +111,8 @@ impl<'a> Reading<'a> {
                 prompt_tokens.extend(tokenizer.encode(prompt, false)?);
                 tokenizer.encode(response, false)?
             } else if with.starts_with(&render(end, false)?) {
-                // The generation prompt opens a thought that a finished answer does not have. All that is alike is
-                // prompt.
+                // The generation prompt begins a thought that a finished answer does not have. Their common beginning
+                // is the prompt.
                 let (opened, mut tokens) = (tokenizer.encode(prompt, false)?, tokenizer.encode(rest, false)?);
                 let alike = tokens.iter().zip(&opened).take_while(|(a, b)| a == b).count();
                 let response = tokens.split_off(alike);
@@ -153,8 +153,8 @@ pub(super) fn rewrites() -> Error {
     )
 }
 
-/// The variables that a row and the job pass to the chat template in addition to the messages. The row's own are those of
-/// `chat_template_kwargs`, as in TRL, and `tools`.
+/// The variables that a row and the job pass to the chat template in addition to the messages. A row passes its
+/// `chat_template_kwargs`, as in TRL, and its `tools`.
 pub fn template_variables(row: &Map<String, Value>, args: &Map<String, Value>) -> Result<Map<String, Value>> {
     let mut variables = args.clone();
     match row.get("chat_template_kwargs") {

@@ -33,7 +33,7 @@ pub enum Fields {
     Response,
     /// The prompt, the chosen and the rejected response.
     Sides,
-    /// One text, which is no prompt.
+    /// One text without a prompt.
     Text,
 }
 
@@ -78,7 +78,7 @@ const UNREAD: [Unread; 5] = [
     (&["image", "images", "videos", "audio", "audios"], "models read text only"),
 ];
 
-/// Warns once of each field, of those in `more` too, that often belongs to a prompt and does not become a part of it.
+/// Warns once of each field, including `more`, that often belongs to a prompt but does not become a part of it.
 pub(super) fn warn_of_unread(row: &Map<String, Value>, config: &DataConfig, more: &[Unread]) {
     let DataConfig { prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key, .. } = config;
     let read = [prompt_key, response_key, chosen_key, rejected_key, messages_key, label_key];
@@ -326,7 +326,7 @@ pub(super) fn is_assistant(message: &Value) -> bool {
     message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
-/// In a chat, texts in Anthropic's form (`\n\nHuman: ...\n\nAssistant: ...`) are conversations.
+/// Parses texts in Anthropic's form (`\n\nHuman: ...\n\nAssistant: ...`) as conversations, in a chat.
 fn human_assistant<'a>(sides: [Field<'a>; 2], config: &DataConfig) -> [Field<'a>; 2] {
     let turns = |side: &Field| match &side.content {
         Content::Text(text) if config.chat_template => turns_in(text),

@@ -1,5 +1,5 @@
 //! The entries of `data.prompts`: shards, which are used as they are, and files of rows, which are sharded into the run
-//! directory. Also selects the rows that train.
+//! directory. Also the choice of rows for training.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -199,7 +199,7 @@ pub struct SourceFile {
 
 impl Rows {
     /// Opens all sources, applies splits and cuts long prompts, and begins the ledger. Row ids count from `first_id`.
-    /// Rows that are in `eval_sets` do not train.
+    /// Rows that are in `eval_sets` are not used for training.
     pub(super) fn open_from(
         first_id: u64,
         reading: Reading<'_>,

@@ -72,7 +72,8 @@ pub(super) fn splits_of(
     }
 }
 
-/// Rejects a source whose splits would all train, if one of them is held-out by its name. Warns if all of them are.
+/// Rejects a source if training would use all its splits although the name of one means held-out rows. Warns if
+/// the names of all mean that.
 pub(super) fn check_training_splits(config: &DataConfig, kind: RowKind, name: &str, shard: &Shard) -> Result<()> {
     if config.only_evaluates || config.split.by != SplitBy::Source || !config.prompt_split.is_empty() {
         return Ok(());
@@ -83,12 +84,12 @@ pub(super) fn check_training_splits(config: &DataConfig, kind: RowKind, name: &s
     let (held_out, rest): (Vec<&str>, Vec<&str>) = trained.iter().partition(is_held_out);
     if let ([_, ..], []) = (&held_out[..], &rest[..]) {
         stderr::warn_once(&format!(
-            "{name} has no split but {}, which is usually held out: its rows train",
+            "{name} has no split but {}, which is usually held out: its rows are used for training",
             held_out.join(" and ")
         ));
     }
     let ([test, ..], [train, ..]) = (&held_out[..], &rest[..]) else { return Ok(()) };
-    let error = Error::data(format!("{name} has the splits {}: all would train", trained.join(", ")));
+    let error = Error::data(format!("{name} has the splits {}: all would be used for training", trained.join(", ")));
     Err(error.hint(if kind.spec().has_splits() {
         format!("set data.prompt_split = {train:?}, and data.eval_split = {test:?} to evaluate on the others")
     } else {

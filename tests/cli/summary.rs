@@ -143,7 +143,7 @@ fn a_lone_test_split_causes_a_warning_and_an_empty_evaluation_split_a_hint() {
     let base = ["--dry-run", "data.prompts=rows", "data.prompt_split=", "eval.every_steps=0"];
     let dry = |sets: &[&str]| fixture.job(&[&base[..], sets].concat());
     let warned = dry(&["data.eval_split="]).well();
-    warned.assert(0, &["rows has no split but test, which is usually held out: its rows train\n"]);
+    warned.assert(0, &["rows has no split but test, which is usually held out: its rows are used for training\n"]);
     fixture.jsonl("rows/train.jsonl", &rows);
     let both = dry(&["data.prompt_split=train", "data.eval_split="]).well();
     assert!(!both.stderr.contains("usually held out"), "{}", both.stderr);

@@ -142,7 +142,10 @@ fn names_of_files_and_folders_give_splits_and_a_test_split_never_trains_silently
         }
         let all = config(fixture.path(folder).to_str().unwrap());
         let error = fixture.prompts(&all, 0).unwrap_err();
-        assert!(error.message.contains("has the splits test, train: all would train"), "{folder}: {error}");
+        assert!(
+            error.message.contains("has the splits test, train: all would be used for training"),
+            "{folder}: {error}"
+        );
         assert!(error.hint.as_ref().is_some_and(|hint| hint.contains("data.prompt_split = \"train\"")), "{error}");
         let held_out = DataConfig { eval_split: "test".to_owned(), ..all.clone() };
         let source = fixture.prompts(&held_out, 0).unwrap();

@@ -1,5 +1,5 @@
-//! The kinds of rows, each in its own file: its fields, its encoder, its label, the documents of its shards, and the row
-//! that a method gets. A new kind is a file here, a line in each list below, and a variant of `RowKind`.
+//! The kinds of rows, each in its own file: its fields, its encoder, its label, the documents of its shards, and the
+//! row that a method gets. A new kind needs a file here, a line in each list below, and a variant of `RowKind`.
 
 mod demonstration;
 mod labelled;

@@ -57,7 +57,7 @@ impl RowSpec for Pairs {
             let is_text = matches!(sides[0].content, Content::Text(_));
             let known = if is_text { reading.tokenizer.encode("", true)?.len() } else { 0 };
             let sequences = separate(chosen, rejected);
-            // Tokens that begin every text do not make a prompt.
+            // Tokens that the tokenizer puts before every text are not a prompt.
             if sequences[0].len() <= known && chosen != rejected {
                 return Err(Error::data(format!(
                     "fields {key:?} and {other_key:?} have no common beginning that could be the prompt"
@@ -68,7 +68,7 @@ impl RowSpec for Pairs {
         } else if one.prompt == other.prompt {
             [one.prompt, one.answer, other.answer]
         } else if one.before.is_some() && one.before == other.before {
-            // The template begins the two answers differently: all that is alike is prompt.
+            // The template begins the two answers differently, so their common beginning is the prompt.
             let [one, other] = [one, other].map(|side| [side.prompt, side.answer].concat());
             separate(&one, &other)
         } else {

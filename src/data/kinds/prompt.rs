@@ -37,7 +37,7 @@ impl RowSpec for Prompts {
     }
 }
 
-/// The prompt alone. If it is `open`, an answer follows.
+/// Encodes the prompt alone. `is_open`: an answer follows it.
 pub fn encode_prompt(row: &Map<String, Value>, reading: Reading, is_open: bool) -> Result<Vec<Vec<u32>>> {
     let Reading { config, tokenizer, .. } = reading;
     let Some(prompt) = shape::prompt(row, config, None)? else {

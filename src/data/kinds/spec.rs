@@ -27,7 +27,7 @@ pub trait RowSpec: Sync {
         false
     }
 
-    /// Whether prepared shards are named by the kind, too. Otherwise the keys of its fields distinguish them.
+    /// Whether the names of prepared shards depend on the kind. Otherwise the keys of its fields distinguish them.
     fn names_shards(&self) -> bool {
         true
     }
