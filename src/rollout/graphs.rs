@@ -61,7 +61,7 @@ struct DecodeBatch {
     launched: usize,
     /// Steps since a slot became idle while a prompt waited.
     idle: usize,
-    /// Whether other sequences are to run.
+    /// Whether the batch must end because other sequences have to run.
     is_over: bool,
 }
 

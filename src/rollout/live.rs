@@ -22,7 +22,7 @@ pub(super) struct Live {
     watch: Option<Watch>,
     /// The start of the turn, counted from the first new token.
     turn: usize,
-    /// The reason why the turn ended, while it has no answer.
+    /// The reason why the turn ended, while it waits for an answer.
     ended: Option<Finish>,
     episode: Option<Episode>,
 }

@@ -27,7 +27,7 @@ use std::ops::Range;
 pub struct Model<'a> {
     pub transformer: &'a Transformer,
     pub weights: &'a Weights,
-    /// For texts and stop texts. Without one, responses have no text.
+    /// The tokenizer for texts and stop texts. Without one, responses have no text.
     pub tokenizer: Option<&'a Tokenizer>,
 }
 
@@ -204,11 +204,11 @@ pub(super) struct Decoder {
 pub(super) struct Shape {
     /// Rows, including padding.
     pub rows: usize,
-    /// If attention is split, the maximum context.
+    /// The maximum context, if attention is split.
     pub longest: Option<usize>,
     /// Whether a row may have stop tokens that are still banned.
     pub bans: bool,
-    /// Whether a row's tokens are penalized after it has seen them.
+    /// Whether a row has a repetition penalty, so that its sampled tokens must be recorded.
     pub sees: bool,
 }
 

@@ -12,7 +12,7 @@ pub(super) enum DecodeSteps {
 }
 
 impl DecodeSteps {
-    /// Those of this thread's device.
+    /// The decode steps that an engine runs on this thread's device.
     pub fn here() -> Self {
         if null::is_active() { Self::FirstAndLast } else { Self::All }
     }

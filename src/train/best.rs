@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     metric: String,
-    /// 0: none yet. The evaluation before the first step does not count, because it is of a model that the user already
-    /// has.
+    /// The step of the best evaluation, 0 if there is none. The evaluation before the first step does not count,
+    /// because the user already has that model.
     step: u64,
     value: f64,
     /// Evaluations since then.
@@ -81,7 +81,7 @@ impl Best {
         })
     }
 
-    /// `eval_loss = 0.25 at step 40`
+    /// Describes the best evaluation: `eval_loss = 0.25 at step 40`.
     pub fn describe(&self) -> Option<String> {
         self.step().map(|step| format!("{} = {:.4} at step {step}", self.metric, self.value))
     }

@@ -1,5 +1,5 @@
 //! A job on a null device. It is opened without files, ranks or text, and runs some steps, so that a plan can read the
-//! memory it held. No line here depends on the kind of job.
+//! memory it held. Nothing here depends on the kind of job.
 
 use super::job::{Ended, Job, Step};
 use super::models::{self, Archs, JobModel, ModelSpec};
@@ -45,7 +45,7 @@ pub struct Planned<'a> {
     pub rows: Vec<RowTokens>,
     pub eval: Vec<RowTokens>,
     pub steps: u64,
-    /// The GPUs' way of computing, if the job runs on GPUs.
+    /// The settings of a GPU, if the job runs on GPUs.
     pub gpu: Option<PlannedGpu>,
 }
 

@@ -59,7 +59,7 @@ pub fn save(
     let rank = run.ranks.world.rank;
     let side = if rank == 0 { side_files(&run.config.model.actor) } else { Ok(Vec::new()) };
     let side = run.ranks.all.agree(side)?;
-    // Of state offloaded to memory-mapped files, one vector at a time is in memory.
+    // If state is offloaded to memory-mapped files, only one vector at a time is in memory.
     let evict = learners.iter().map(|learner| || learner.zero.buffers().for_each(Buffer::evict));
     let evict: Vec<_> = evict.collect();
     let names = learners.iter().map(|learner| {
@@ -116,8 +116,8 @@ pub struct Resumed {
 /// call this.
 ///
 /// # Errors
-/// `Usage` if the configuration or an input has changed that the state depends on. `Data` if the checkpoint belongs to
-/// another model or is damaged. The error is the same on all ranks.
+/// `Usage` if the state depends on a key or an input that has changed. `Data` if the checkpoint belongs to another
+/// model or is damaged. The error is the same on all ranks.
 pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) -> Result<Option<Resumed>> {
     let find = if run.dry_run { checkpoint::find } else { checkpoint::resume };
     let Some(checkpoint) = find(&run.checkpoints(), &run.ranks.all)? else { return Ok(None) };
@@ -143,7 +143,7 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
     Ok(Some(Resumed { checkpoint, state, work }))
 }
 
-/// Forgets the best evaluation if its checkpoint is lost: it is damaged, or a newer one that is damaged had replaced it.
+/// Forgets the best evaluation if its checkpoint is lost: it is damaged, or a newer one, now damaged, replaced it.
 /// All ranks call this.
 fn check_best(run: &Run, resumed: &Checkpoint, best: &mut Best) -> Result<()> {
     let Some(step) = best.step() else { return Ok(()) };

@@ -352,8 +352,8 @@ pub fn lengths<T: Row>(rows: &[T]) -> Vec<usize> {
     rows.iter().map(|row| row.sequences().iter().sum()).collect()
 }
 
-/// The results of `measure` on held-out rows, on all ranks and in row order. Rows are measured one micro-batch at a time.
-/// All ranks call this.
+/// The results of `measure` on held-out rows, on all ranks and in row order. Each call measures one micro-batch. All
+/// ranks call this.
 pub fn evaluate<T: Serialize + DeserializeOwned>(
     run: &Run,
     role: &Role,

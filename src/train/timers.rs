@@ -65,7 +65,8 @@ impl Timers {
     }
 }
 
-/// Seconds for which this rank waited for ranks of any placement: in collectives of all ranks, and for a batch of responses.
+/// Seconds for which this rank waited for ranks of any placement: in collectives of all ranks, and for a batch of
+/// responses.
 fn exposed_to_placements() -> f64 {
     let accounts = comm::accounting();
     accounts.iter().filter(|((axis, _), _)| *axis == "world").map(|(_, totals)| totals.exposed).sum()

@@ -38,7 +38,7 @@ pub struct Warnings {
 }
 
 impl Warnings {
-    /// Those of a step's warnings that are given for the first time. `values` are the metrics of the step.
+    /// The warnings of a step that were not given before. `values` are the metrics of the step.
     pub fn of_step(&mut self, values: &Metrics, warnings: Vec<Warning>) -> Vec<String> {
         self.trained = (value(values, keys::ACCURACY), value(values, keys::SAMPLES));
         self.new_ones(warnings)

@@ -1,4 +1,5 @@
-//! DPO and its relatives on one page: pairs -> log-probabilities of both sides -> loss -> gradient -> step (arXiv:2305.18290).
+//! DPO and its relatives on one page: pairs -> log-probabilities of both sides -> loss -> gradient -> step
+//! (arXiv:2305.18290).
 
 use super::pairs;
 use super::reference::Reference;

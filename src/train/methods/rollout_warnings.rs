@@ -69,7 +69,7 @@ pub fn of_step(config: &Config, values: &Metrics) -> Vec<Warning> {
     });
     warn("equal_groups", of(keys::EQUAL_GROUPS_RATIO) > 0.5, &|| {
         format!(
-            "all rewards are equal in {:.0} % of the groups, which then teach nothing: raise \
+            "all rewards are equal in {:.0} % of the groups, which then give no gradient: raise \
              rollout.samples_per_prompt, use other prompts, or use a finer [reward]",
             100.0 * of(keys::EQUAL_GROUPS_RATIO)
         )

@@ -3,7 +3,7 @@
 //!
 //! A round asks for as many prompts as the share of kept groups predicts. A step learns from the first groups that are
 //! kept, in the order of prompts. The prompts after the last of them belong to the next step, even if they were
-//! answered. So a step takes the same prompts as if it asked for one at a time, whatever the rounds are.
+//! answered. So the prompts of a step do not depend on the sizes of its rounds.
 
 use crate::advantage::whitening::moments;
 use crate::config::rollout::DynamicSampling;
@@ -54,8 +54,8 @@ impl Rounds {
     }
 
     /// The number of prompts that the next round needs to reach `wanted` groups. The predicted share of kept groups is
-    /// that of this step so far and of the steps before, which weigh at most as much as `wanted` prompts, and one kept
-    /// group more. The expected number of kept groups is a standard deviation above the missing ones.
+    /// that of this step so far and of the steps before, which weigh at most as much as `wanted` prompts, plus one kept
+    /// group. The expected number of kept groups is a standard deviation above the number of missing ones.
     pub fn prompts_needed(&self, wanted: usize) -> usize {
         let History { answered, kept } = self.history;
         let weight = answered.min(wanted as u64) as f64;

@@ -31,7 +31,7 @@ struct Set {
 }
 
 impl Set {
-    /// `eval/NAME/accuracy_greedy` of `eval_accuracy_greedy`.
+    /// The set's own form of a key: `eval/NAME/accuracy_greedy` for `eval_accuracy_greedy`.
     fn key(&self, key: String) -> String {
         match key.strip_prefix("eval_") {
             Some(of_split) if !self.name.is_empty() => format!("{}{}/{of_split}", keys::EVAL_OF_SET, self.name),

@@ -1,7 +1,7 @@
-//! From prompts to scored samples. If the critic, reference or reward have their own ranks, the prompts are answered in
-//! batches, and those ranks score one batch while the actor answers the next. A rollout that runs ahead answers the
-//! prompts of later steps while the other ranks learn (`draw_ahead`). The other ranks add the scores of their roles
-//! when the step is due (`score_ahead`).
+//! The path from prompts to scored samples. If the critic, reference or reward have their own ranks, the prompts are
+//! answered in batches, and those ranks score one batch while the actor answers the next. A rollout that runs ahead
+//! answers the prompts of later steps while the other ranks learn (`draw_ahead`). The other ranks add the scores of
+//! their roles when the step is due (`score_ahead`).
 
 use super::rollout::{Collector, Load, RankResponses};
 use super::rollout_weights::RolloutWeights;
@@ -227,7 +227,7 @@ pub fn score_ahead(
     Ok((samples, values))
 }
 
-/// The number of updates by which the weights that sampled a token of `step` were old, on average.
+/// The mean age, in updates, of the weights that sampled the tokens of `step`.
 fn lag(step: u64, responses: &[Response]) -> f64 {
     let runs = || responses.iter().flat_map(|response| &response.weights);
     let behind: f64 = runs().map(|(weights, tokens)| (step - 1 - weights) as f64 * *tokens as f64).sum();

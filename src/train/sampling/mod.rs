@@ -1,4 +1,4 @@
-//! What every method that samples shares: from prompts to scored samples.
+//! The common part of all methods that sample: from prompts to scored samples.
 
 mod async_rollout;
 mod dynamic_sampling;

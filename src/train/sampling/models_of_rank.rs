@@ -1,4 +1,4 @@
-//! What every method that samples shares: its models, the collector of responses, and the rest of an interrupted step.
+//! The state of a method that samples: its models, the collector of responses, and the rest of an interrupted step.
 
 use super::dynamic_sampling::{DroppedGroup, History, Rounds};
 use super::evaluate;

@@ -42,7 +42,7 @@ pub trait OnlineMethod: Sized {
     /// The epochs over the samples of a step, and the samples of an optimizer step.
     fn minibatches(config: &Config) -> (usize, usize);
 
-    /// The shape of a step, from one that trains the first model alone.
+    /// The shape of a step. `rollout` is that of a step that trains the first model alone.
     fn shape(config: &Config, rollout: StepShape) -> StepShape;
 
     /// Adapts the rows of the banner about rewards and rollout.

@@ -17,7 +17,7 @@ pub struct PlannedResponses {
 }
 
 impl PlannedResponses {
-    /// Those of a null device. `None` if work is real.
+    /// The responses on a null device. `None` on a real device.
     pub fn new(config: &RolloutConfig, arch: &Arch) -> Option<Self> {
         let kept = if config.top_k == 0 { usize::MAX } else { config.top_k };
         let largest = || SamplingMask::largest(arch.vocabulary, kept.min(arch.vocabulary));

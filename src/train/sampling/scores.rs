@@ -31,8 +31,8 @@ impl Scores {
         self
     }
 
-    /// Removes the greedy responses from the samples, whose baselines they are. If a reward failed on a greedy
-    /// response, all samples of its prompt count as failed.
+    /// Removes the greedy responses from the samples. They are the baselines of the other samples. If a reward failed
+    /// on a greedy response, all samples of its prompt count as failed.
     pub fn split_greedy(&mut self, run: &Run, samples: &mut Vec<Experience>) {
         if !run.config.uses().greedy {
             return;

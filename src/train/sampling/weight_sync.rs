@@ -13,7 +13,7 @@ const SENDING_MAX: usize = 1 << 30;
 /// Copies the weights to rollout ranks, if these are separate. The actor's first rank sends parameter by parameter, and
 /// continues to work meanwhile.
 pub struct WeightSync {
-    /// Whether other ranks sample than learn. A null group has no other ranks.
+    /// Whether the ranks that sample do not learn. A null group has no other ranks.
     is_apart: bool,
     /// The stream between the actor's first rank and the ranks that sample. `None` if the actor's ranks sample, and on
     /// ranks that do not take part.
