@@ -67,7 +67,7 @@ const PAGES: &[(&str, &str)] = pages! {
     "reproducibility"
 };
 
-/// What `rlhf-hpc --help` prints.
+/// The text of `rlhf-hpc --help`.
 pub(super) fn overview() -> String {
     let mut text = String::from(
         "RLHF post-training of language models: `rlhf-hpc JOB.toml [key.path=value ...]` runs a job, alone or under mpirun.\n\n\
@@ -81,7 +81,7 @@ pub(super) fn overview() -> String {
     text + EXAMPLES
 }
 
-/// What `rlhf-hpc help` prints.
+/// The text of `rlhf-hpc help`.
 pub(super) fn topics() -> String {
     let mut text =
         String::from("The manual. `rlhf-hpc help TOPIC` prints a page. `rlhf-hpc --help` lists the verbs.\n\n");

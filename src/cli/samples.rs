@@ -168,7 +168,7 @@ fn summary_of_rows(step: u64, all: &[EvalRow]) -> String {
     format!("step {step}: {rows} held-out rows, {correct} correct, {name} {}", distribution(values))
 }
 
-/// What a held-out row is judged by: the mean score of answers, else the margin.
+/// The number that ranks a held-out row, with its name: the mean score of answers, else the margin.
 fn measure(row: &EvalRow) -> (&'static str, f64) {
     let rewards = row.responses.list();
     match &row.responses {
@@ -179,7 +179,7 @@ fn measure(row: &EvalRow) -> (&'static str, f64) {
     }
 }
 
-/// `0.5 on average, from -1 to 2`
+/// Describes a distribution: `0.5 on average, from -1 to 2`.
 fn distribution(all: impl Iterator<Item = f64> + Clone) -> String {
     let mean = all.clone().sum::<f64>() / all.clone().count().max(1) as f64;
     let (least, most) = (all.clone().fold(f64::INFINITY, f64::min), all.fold(f64::NEG_INFINITY, f64::max));

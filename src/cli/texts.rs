@@ -27,13 +27,13 @@ pub struct Texts {
     /// The keys of a job that reads its rows in the same way.
     config: DataConfig,
     vocabulary: usize,
-    /// The model has a template, and the command does not choose whether to use it.
+    /// Whether the model has a template, but the command does not say whether to use it.
     is_undecided: bool,
 }
 
 impl Texts {
-    /// For the model in `dir`. Without an option, texts go through the chat template if its config.json says that the
-    /// job that exported it sent its texts through it.
+    /// Opens the tokenizer of the model in `dir`. Without an option, texts go through the chat template if the
+    /// config.json says that the job that exported the model used the template.
     pub fn open(dir: &Path, arch: &Arch, template: &Template) -> Result<Self> {
         let (tokenizer, of_job) = (Tokenizer::find(dir)?, arch.chat_template());
         if template.is_wanted && template.is_unwanted {

@@ -170,7 +170,7 @@ fn seconds(mut work: impl FnMut()) -> f64 {
     median((0..SAMPLES).map(|_| gpu().seconds(&mut work)))
 }
 
-/// The choice in the newest checkpoint, if it was saved on GPUs. The same on all ranks, who all call this.
+/// The choice in the newest checkpoint, if it was saved on GPUs. The same on all ranks. All ranks call this.
 fn saved(config: &Config, all: &Group) -> Option<GemmChoice> {
     records::of_first(all, || {
         let state = checkpoint::peek(&config.job.dir.join("checkpoints"))?;
@@ -188,7 +188,8 @@ mod tests {
         assert!(times(1.0, 0.95).is_cublaslt_worth_it() && times(1.0, 0.5).is_cublaslt_worth_it());
         assert!(!times(1.0, 0.951).is_cublaslt_worth_it() && !times(1.0, f64::NAN).is_cublaslt_worth_it());
         let measured = [[1.0, 0.8], [2.0, 1.6]];
-        // A critic and a reference: 2 forwards and backwards, 2 forwards. Alone, the kernels save less than the forward takes.
+        // A critic and a reference: 2 forwards and backwards, 2 forwards. Without them, the kernels save less time than
+        // the forward takes.
         assert!(Times::new(8192, measured, 2.0, [2.0, 3.0]).is_cublaslt_worth_it());
         assert!(!Times::new(8192, measured, 1.0, [0.0, 1.0]).is_cublaslt_worth_it());
         assert!(Times::new(8192, measured, 1.0, [0.0; 2]).is_cublaslt_worth_it());

@@ -30,7 +30,7 @@ use std::time::Instant;
 pub struct Opened {
     /// The GPUs; none on CPUs.
     pub gpu: Option<GpuOfRanks>,
-    /// Why `auto` chose CPUs.
+    /// The reason why `auto` chose CPUs.
     pub no_gpu: Option<String>,
     /// The self-test that compared its kernels; none if it was turned off.
     pub checked: Option<SelfTest>,
@@ -75,7 +75,7 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
         return Ok(Opened { gpu: None, no_gpu, checked: None });
     };
     if asked == DeviceName::Auto {
-        // The error without the device that the job did not ask for.
+        // The job did not name this device, so the error does not name the key.
         let unasked = |e: Error| Error { message: e.message.replace(" with job.device = \"gpu\"", " on a GPU"), ..e };
         world.group().agree(suits(config).map_err(unasked))?;
     }
@@ -85,9 +85,9 @@ pub fn open(config: &mut Config, world: &World, models: &Models) -> Result<Opene
     Ok(Opened { gpu: Some(of_ranks(world)), no_gpu, checked })
 }
 
-/// Turns a job for GPUs into one for CPUs, for a dry run without a GPU, after the checks of settings and models that need no
-/// GPU. Returns the reason why there is none, or nothing if any rank sees a GPU or the job does not ask for one. All ranks
-/// call this.
+/// Changes a job for GPUs into one for CPUs, for a dry run on a machine without a GPU. It first checks settings and
+/// models, as far as that needs no GPU. Returns the reason why no rank sees a GPU, or `None` if any rank sees one or
+/// the job does not ask for one. All ranks call this.
 pub fn do_without(config: &mut Config, world: &World) -> Result<Option<String>> {
     if config.job.device != DeviceName::Gpu {
         return Ok(None);
@@ -126,7 +126,7 @@ fn of_ranks(world: &World) -> GpuOfRanks {
 /// share a GPU share its free memory. All ranks call this.
 fn share(world: &World, others: usize) -> u64 {
     let gpu = cuda::gpu();
-    // After this gather every rank has made its allocations up to here other than tensors.
+    // After this gather, every rank has made all earlier allocations that are not tensors.
     let mine = format!("{} {}", world.hosts[world.rank], gpu.properties().pci);
     let all = world.group().all_gather_bytes(mine.as_bytes());
     let sharers = all.iter().filter(|other| **other == all[world.rank]).count();
@@ -226,8 +226,9 @@ pub fn try_collectives(config: &Config, ranks: &Ranks, shape: &StepShape) -> Res
     Ok((!names.is_empty()).then_some(message))
 }
 
-/// The most values in one collective of ZeRO, a unit of weights, and of the other axes, the activations of a
-/// micro-batch. They are limited to a share of the memory that is free on every GPU. The same on all ranks; a collective.
+/// The most values in one collective: of ZeRO (a unit of weights), and of the other axes (the activations of a
+/// micro-batch). Both are limited to a share of the memory that is free on every GPU. The result is the same on all
+/// ranks. All ranks call this.
 fn largest_calls(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<[usize; 2]> {
     let (mut unit, mut width) = (0, 0);
     let trained = [&config.model.actor, &config.model.critic];
@@ -348,7 +349,7 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     .hint(format!("set tensor to {any_of}{}", sizes.join(", "))))
 }
 
-/// Rows of the banner: the GPU of each rank, and its kernels. A collective.
+/// Rows of the banner: the GPU of each rank, and its kernels. All ranks call this.
 pub fn describe(all: &Group) -> Vec<String> {
     let gpu = cuda::gpu();
     let p = gpu.properties();

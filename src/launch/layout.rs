@@ -26,7 +26,7 @@ pub struct Swap {
     pub roles: bool,
 }
 
-/// When AdamW's moments and master weights are offloaded.
+/// The times at which AdamW's moments and master weights are offloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StateSwap {
     #[default]
@@ -140,7 +140,7 @@ pub struct Expectations {
     pub microbatch_tokens: Option<usize>,
 }
 
-/// `stage 2: optimizer state and gradients sharded over 4 ranks`
+/// Describes a ZeRO stage: `stage 2: optimizer state and gradients sharded over 4 ranks`.
 pub fn describe_zero(mesh: &Mesh, stage: usize) -> String {
     let ranks = mesh.data * mesh.sequence;
     let sharded =

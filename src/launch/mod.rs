@@ -1,4 +1,4 @@
-//! From a configuration and ranks to a running job: layout, device, memory limits, self-test, banner, run lock.
+//! The start of a job from its configuration and ranks: layout, device, memory limits, self-test, banner, run lock.
 
 pub mod banner;
 pub mod gemm;

@@ -22,7 +22,7 @@ pub struct Ranks {
     pub layouts: Vec<Layout>,
     /// This rank's groups within its placement.
     pub axes: Axes,
-    /// Its groups in the rollout; the groups of training, if both shard matrices the same way.
+    /// This rank's groups in the rollout. If both shard matrices the same way, these are the groups of training.
     pub rollout_axes: Axes,
 }
 
@@ -59,7 +59,7 @@ impl Ranks {
         groups.into_iter().find_map(|group| split_over_hosts(&self.world.hosts, group))
     }
 
-    /// Gathers the value of the first rank of each placement on all ranks of `group`, who all call this. With one
+    /// Gathers the value of the first rank of each placement on all ranks of `group`. All of them call this. With one
     /// placement nothing is exchanged.
     pub fn of_placements<T: Serialize + DeserializeOwned>(&self, group: &Group, here: T) -> Result<Vec<T>> {
         if group.size() == self.axes.all.size() {
@@ -80,7 +80,7 @@ impl Ranks {
         [actor, of(RoleName::Rollout).unwrap_or(actor)].map(|placement| &self.layouts[placement])
     }
 
-    /// Whether ranks without the actor sample.
+    /// Whether the rollout is on ranks without the actor.
     pub fn rollout_is_apart(&self) -> bool {
         let is_apart = |p: &Placement| p.roles.contains(&RoleName::Rollout) && !p.roles.contains(&RoleName::Actor);
         self.placements.iter().any(is_apart)

@@ -52,7 +52,7 @@ pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes what a killed dry run left in its directory. Links are removed, not followed.
+/// Removes the files of a killed dry run from its directory. Links are removed, not followed.
 fn clear(dir: &Path) -> Result<()> {
     for path in files::entries(dir)?.into_iter().filter(|path| !path.ends_with(LOCK)) {
         let is_dir = path.is_dir() && !path.is_symlink();

@@ -101,8 +101,8 @@ impl Candidate {
         self.sides(Time::floor_of).map_or_else(|| all_stages(&self.placed, Time::floor_of), |[a, b]| a.max(b))
     }
 
-    /// If the rollout runs ahead: the seconds of its ranks and of the others, which work at the same time. `of` returns
-    /// the seconds of a stage.
+    /// The seconds of the rollout's ranks and of the others, which work at the same time, if the rollout runs ahead.
+    /// `of` returns the seconds of a stage.
     pub fn sides(&self, of: fn(&Time, Stage) -> f64) -> Option<[f64; 2]> {
         let side = |samples: bool| {
             let placed = self.placed.iter().filter(|placed| placed.roles.contains(&RoleName::Rollout) == samples);
@@ -214,9 +214,9 @@ fn recomputing<R>(job: &Job, recompute: Recompute, plan: impl FnOnce(&Job) -> R)
     plan(&Job { config: &config, ..job.clone() })
 }
 
-/// On CPUs a run chooses by the longest rows that the job allows, because it has not read its data yet, and longer rows
-/// may follow. There, lengths that were read count for memory and time, and for the layout only if nothing fits
-/// otherwise.
+/// Chooses the layout. On CPUs a run assumes the longest rows that the job allows, because it has not read its data
+/// yet, and longer rows may follow. So the layout on CPUs depends on lengths that were read only if nothing fits
+/// otherwise. Memory and time always count these lengths.
 fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;

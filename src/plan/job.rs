@@ -73,7 +73,7 @@ impl<'a> Job<'a> {
         (0..rows).flat_map(|i| std::iter::repeat_n(length(i), samples_per_row)).collect()
     }
 
-    /// The lengths in each minibatch of step `step`: one minibatch where all rows are alike.
+    /// The lengths in each minibatch of step `step`. If all rows are alike, there is one minibatch.
     fn minibatches(&self, step: usize) -> Vec<Vec<usize>> {
         let (lengths, size) = (self.lengths_of(step), self.shape.minibatch.max(1));
         if size >= lengths.len() || self.rows.are_alike() {

@@ -22,8 +22,8 @@ use crate::train::{self, Archs};
 /// Placements with their layouts, and the expectations of the plan.
 type Resolved = (Vec<(Placement, Layout)>, Expectations);
 
-/// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The same on all ranks, who
-/// all call this.
+/// The placements of a run of `roles` and their layouts, on this host's CPUs or on `gpu`. The result is the same on all
+/// ranks. All ranks call this.
 ///
 /// # Errors
 /// `Usage` if the job's layout is not possible, or if nothing fits, with changes that would fit.

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use termimad::crossterm::style::{Attribute, Color};
 use termimad::{Alignment, MadSkin};
 
-/// Wider lines are hard to read.
+/// The maximum width of a page. Wider lines are hard to read.
 const COLUMNS_MAX: usize = 100;
 const COLUMNS_MIN: usize = 40;
 

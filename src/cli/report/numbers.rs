@@ -16,7 +16,7 @@ pub fn unit_of(key: &str) -> Unit {
     }
 }
 
-/// The factor and the unit in which numbers of `unit` are shown, the largest of which is `most`.
+/// The factor and the unit that show numbers of `unit` up to `most`.
 pub fn scale(unit: Unit, most: f64) -> (f64, &'static str) {
     match unit {
         Unit::Ratio => (100.0, "%"),
@@ -40,7 +40,7 @@ pub fn ticks(low: f64, high: f64, wanted: usize) -> (Vec<f64>, f64) {
     ((first..=last).map(|i| i as f64 * step).collect(), step)
 }
 
-/// A tick of an axis whose ticks are `step` apart.
+/// The label of the tick at `x` on an axis with ticks `step` apart.
 pub fn tick_label(x: f64, step: f64) -> String {
     if x == 0.0 {
         return "0".into();
@@ -65,7 +65,7 @@ pub fn short(x: f64, digits: usize) -> String {
     text.strip_prefix("0.").map_or_else(|| text.replacen("-0.", "-.", 1), |rest| format!(".{rest}"))
 }
 
-/// At most `most` of `points`. The least and the greatest of each stretch stay, so no peak is lost.
+/// Thins out `points` to at most `most`. The least and the greatest of each stretch stay, so no peak is lost.
 pub fn thin(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     if points.len() <= most.max(2) {
         return points.to_vec();

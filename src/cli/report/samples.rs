@@ -208,7 +208,7 @@ fn response(out: &mut String, source: &Source, sample: &RecordedSample, tokens: 
     put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
 }
 
-/// For each of `pieces`, 1 if it ends in a part that the environment wrote.
+/// A digit for each of `pieces`: 1 if it ends in a part that the environment wrote, else 0.
 fn given(pieces: &[String], environment: &[(usize, usize)]) -> String {
     let mut at = 0;
     let marks = pieces.iter().map(|piece| {

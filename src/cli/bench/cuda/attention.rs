@@ -49,7 +49,7 @@ fn long(bench: &Bench, e: usize) {
     let flops = 2.0 * (heads * e) as f64 * (t as f64).powi(2);
     let (forward, backward) =
         (Work::from_bytes(4.0 * (q + kv) as f64, flops), Work::from_bytes(8.0 * (q + kv) as f64, 2.5 * flops));
-    // The kernels use sm_80's instructions; newer GPUs have faster ones, so that PyTorch's attention is the target there.
+    // The kernels use sm_80's instructions. Newer GPUs have faster ones, so PyTorch's attention is the target there.
     let is_newer = bench.gpu.properties().capability.0 >= 9;
     let of_forward = if is_newer { Target::PyTorch } else { Target::Product(0.6) };
     let [of_forward, of_backward] = [of_forward, Target::Product(0.5)].map(|target| (e == HEAD_DIM).then_some(target));
