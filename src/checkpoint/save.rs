@@ -150,8 +150,8 @@ fn point(root: &Path, link: &str, to: &Path) -> Result<()> {
     fsync_dir(root)
 }
 
-/// Completes the commit of a killed run: `latest` and `best` point to the checkpoint in `newest`, which verifies, and to
-/// the best one. Only the checkpoints of `keep` stay. Newer ones, which do not verify, are replaced later.
+/// Completes the commit of a killed run: `latest` and `best` point to the checkpoint in `newest`, which verifies, and
+/// to the best one. Only the checkpoints of `keep` stay. Newer ones, which do not verify, are replaced later.
 pub fn repair(root: &Path, newest: &Path, step: u64, keep: Keep) -> Result<()> {
     point(root, LATEST, newest)?;
     let best = root.join(BEST);

@@ -102,7 +102,7 @@ impl std::fmt::Display for Entered {
     }
 }
 
-/// Notes for a plan a collective of `bytes` over `size` ranks. An all-reduce is a reduce-scatter and an all-gather,
+/// Counts a collective of `bytes` over `size` ranks for a plan. An all-reduce is a reduce-scatter and an all-gather,
 /// each of which sends all but a rank's own share.
 pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize; 2], bytes: usize) {
     let (bytes, others) = (bytes as f64, (size - 1) as f64);

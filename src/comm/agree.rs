@@ -25,19 +25,19 @@ pub(super) fn agreed(error: &Error) -> Option<Agreed> {
 }
 
 impl Group {
-    /// The largest of all ranks' numbers. A collective.
+    /// The largest of all ranks' numbers. All ranks call this.
     pub fn max(&self, mine: f64) -> f64 {
         let mut most = [mine];
         self.all_reduce_max_f64(&mut most);
         most[0]
     }
 
-    /// Whether `mine` is true on any rank. A collective.
+    /// Whether `mine` is true on any rank. All ranks call this.
     pub fn any(&self, mine: bool) -> bool {
         self.max(f64::from(u8::from(mine))) > 0.0
     }
 
-    /// The text of the first rank with a nonempty one, the same on all ranks. A collective.
+    /// The text of the first rank with a nonempty one, the same on all ranks. All ranks call this.
     pub fn first_words(&self, mine: &str) -> Option<String> {
         let first = self.all_gather_bytes(mine.as_bytes()).into_iter().find(|words| !words.is_empty())?;
         Some(String::from_utf8_lossy(&first).into_owned())

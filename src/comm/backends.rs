@@ -27,7 +27,7 @@ pub struct Axis<'a> {
 
 /// Joins the GPUs of every axis by NCCL if possible and if `wanted` allows it. All groups of an axis use the same
 /// backend. Returns a row for each axis of several ranks, with its backend and the reason. All ranks of `all` call
-/// this, with axes in the same order. A rank that is alone on an axis joins nobody there. `gpu` is equal on two ranks
+/// this, with axes in the same order. A rank that is alone on an axis does nothing there. `gpu` is equal on two ranks
 /// exactly if they share a GPU.
 ///
 /// # Errors

@@ -30,12 +30,12 @@ impl Channel {
         let ((to, give), (from, keep)) = (give, keep);
         let (mut even, mut odd) = room(scratch, 2 * CHUNK).split_at_mut(CHUNK);
         let mut outstanding = None;
-        // In the last turn both are empty: it finishes the one before.
+        // In the last iteration both are empty: it only finishes the previous one.
         for i in 0..=give.len().max(keep.len()).div_ceil(CHUNK) {
             let (out, into) = (chunk(&give, i, CHUNK), chunk(&keep, i, CHUNK));
-            // SAFETY: both requests are waited for in the next turn, before `x` and `scratch` are
-            // released; `give` and `keep` do not overlap (`check`), so what is being sent is not added to; `even` is not touched
-            // until its request was waited for, because the halves swap each turn.
+            // SAFETY: both requests are waited for in the next iteration, before `x` and `scratch` are released; `give`
+            // and `keep` do not overlap (`check`), so values in transfer are not added to; `even` is not touched until
+            // its request was waited for, because the halves swap in each iteration.
             let requests = unsafe {
                 let receive = (!into.is_empty()).then(|| comm.receive(from, TAG, &mut even[..into.len()]));
                 let send = (!out.is_empty()).then(|| comm.send(to, TAG, &x[out]));
@@ -150,9 +150,10 @@ impl Channel {
             let mut requests = Vec::with_capacity(2 * size);
             for s in 1..size {
                 let (to, from) = ((rank + s) % size, (rank + size - s) % size);
-                // SAFETY: all are waited for in the next turn or after the loop, before `x` and the scratch are released;
-                // only this rank's share of x is written, and that is never sent here; `even` is not touched until its
-                // requests were waited for, because the halves swap each turn, and each rank has a place of its own.
+                // SAFETY: all are waited for in the next iteration or after the loop, before `x` and the scratch are
+                // released; only this rank's share of x is written, and that is never sent here; `even` is not touched
+                // until its requests were waited for, because the halves swap in each iteration; each rank has its own
+                // part of it.
                 unsafe {
                     requests.push(self.comm.receive(from, TAG, &mut even[from * piece..from * piece + mine.len()]));
                     requests.push(self.comm.send(to, TAG, &x[chunk(&shares[to], i, piece)]));

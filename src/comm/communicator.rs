@@ -51,7 +51,8 @@ static JOINED: Mutex<Vec<(Arc<Nccl>, Handle<ncclComm_t>)>> = Mutex::new(Vec::new
 
 /// Aborts the collectives in flight, so that nothing waits for a rank that is gone. The process ends next.
 pub(super) fn abort_all() {
-    // One that graphs hold is aborted at once, but not left before they are gone: the others do not wait for it.
+    // A communicator that graphs hold is aborted at once, but is left only after they are gone. The other
+    // communicators do not wait for it.
     let leave = |(nccl, comm): (Arc<Nccl>, Handle<ncclComm_t>)| {
         std::thread::spawn(move || {
             let comm = comm;
@@ -100,7 +101,7 @@ pub(super) enum Op {
 }
 
 impl fmt::Display for Call<'_> {
-    /// `ncclRecv of 256 f32 values from rank 0 of the group`
+    /// Describes the call: `ncclRecv of 256 f32 values from rank 0 of the group`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, way) = match self.op {
             Op::Receive => ("ncclRecv", "from"),
@@ -202,8 +203,8 @@ impl Joined {
             DType::Bf16 => ncclDataType_t::ncclBfloat16,
             DType::F32 => ncclDataType_t::ncclFloat32,
         };
-        // SAFETY: views hold as many values of their dtype. Their memory stays until the work is joined, or as long as the graph
-        // that holds the call.
+        // SAFETY: views hold as many values of their dtype. Their memory stays until the work is joined, or as long as
+        // the graph that holds the call.
         unsafe {
             match op {
                 Op::Receive => (f.receive)(mine, len, kind, peer, comm, queue),
@@ -218,7 +219,7 @@ impl Joined {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // What was used stays until the process ends: GPUs of other ranks may still be at its last collectives.
+        // A used communicator stays until the process ends: GPUs of other ranks may still be at its last collectives.
         let unused = self.joined.as_ref().filter(|_| !self.used.load(Ordering::Relaxed));
         let Some(Joined { nccl, comm, .. }) = unused else { return };
         let mut all = lock(&JOINED);

@@ -80,7 +80,7 @@ impl Nccl {
         Ok(nccl)
     }
 
-    /// `2.21.5`
+    /// The version as text: `2.21.5`.
     pub fn version_name(&self) -> String {
         version_text(self.version)
     }
@@ -92,9 +92,10 @@ impl Nccl {
         // SAFETY: the library answers any number with a string of its own.
         let words = unsafe { CStr::from_ptr((self.functions.words)(status)) }.to_string_lossy();
         let last = self.last.map(|last| {
-            // SAFETY: the communicator is not looked at; a string of the library, which keeps the last one of any thread.
+            // SAFETY: the library ignores the communicator, and returns a string that it keeps: the last one of any
+            // thread.
             let text = unsafe { CStr::from_ptr(last(ptr::null_mut())) };
-            // It may end with a line.
+            // The text may end with a line break.
             text.to_string_lossy().trim().to_owned()
         });
         Err(failure_message(call, &words, &last.unwrap_or_default()))
@@ -121,7 +122,7 @@ fn version_text(version: [i32; 3]) -> String {
     version.map(|n| n.to_string()).join(".")
 }
 
-/// 21903 is 2.19.3; until 2.8 it was 2804.
+/// Decodes a version: 21903 is 2.19.3, and 2804 is 2.8.4, a form that was used until 2.8.
 fn version(code: i32) -> [i32; 3] {
     let minor = if code < 10_000 { 1000 } else { 10_000 };
     [code / minor, code % minor / 100, code % 100]

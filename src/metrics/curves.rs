@@ -50,7 +50,8 @@ impl Curves {
     }
 }
 
-/// Whether rewards with this mean and this share of correct answers are not all 0 or 1: of such rewards, both are equal.
+/// Whether rewards with this mean and this share of correct answers have other values than 0 and 1. With only these
+/// two values, mean and share are equal.
 pub fn is_graded(reward_mean: f64, share: f64) -> bool {
     (reward_mean - share).abs() > 1e-6
 }

@@ -12,7 +12,8 @@ pub fn name_of_rows(eval_split: &str) -> &'static str {
     if eval_split.is_empty() { "data.prompts" } else { EVAL_SPLIT }
 }
 
-/// A row of names, then one row of values for each set in order. The first is the eval split, or the rows called `split`.
+/// A row of names, then one row of values for each set in order. The first set is the eval split, or the rows called
+/// `split`.
 pub fn eval_table(values: &[(String, f64)], split: &str) -> Vec<Vec<String>> {
     // The set of a metric, and its name there.
     let place = |key: &'_ (String, f64)| -> Option<(String, String)> {
@@ -28,7 +29,7 @@ pub fn eval_table(values: &[(String, f64)], split: &str) -> Vec<Vec<String>> {
         }
     }
     sets.sort_by_key(|set| !set.is_empty());
-    // 16 after 8.
+    // Sorts 16 after 8.
     let order = |name: &str| (keys::rank(&format!("eval_{name}")), name.len());
     let columns: BTreeSet<_> = found().map(|(_, name)| (order(name), name.as_str())).collect();
     let cell = |set: &str, name: &str| {

@@ -14,7 +14,7 @@ pub use super::line::Line;
 use crate::error::{Error, Result};
 use crate::sys::files;
 
-/// The open file. In memory are only the lines that the terminal shows and the data for the next line.
+/// The open file. Only the lines that the terminal shows and the data for the next line are in memory.
 ///
 /// Lines are a log, so text that is not a line of metrics causes no error. If the file has to be rewritten, such text
 /// is moved to `metrics.jsonl.damaged`, byte for byte.
@@ -228,9 +228,9 @@ fn damaged_path(path: &Path) -> PathBuf {
 }
 
 struct Entry<'a> {
-    /// Its number, from 1.
+    /// The number of the line, from 1.
     number: usize,
-    /// Its first byte.
+    /// The offset of its first byte.
     at: u64,
     text: &'a [u8],
     line: Result<Line>,

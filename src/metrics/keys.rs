@@ -1,6 +1,7 @@
 //! The table of all metrics in a line of `metrics.jsonl`: name, section, unit and meaning of each key.
 //!
-//! Lines are written in the order of this table. The keys of methods (`config::method`) follow the others of their section. TensorBoard shows a key as `section/key`.
+//! Lines are written in the order of this table. The keys of methods (`config::method`) follow the others of their
+//! section. TensorBoard shows a key as `section/key`.
 
 use crate::config::method;
 use std::sync::LazyLock;
@@ -72,8 +73,8 @@ table! {
     POLICY_KL = "policy_kl", "policy", Nats,
         "Mean of l_old - l, which is how far the updates of this step moved the policy.";
     LOGPROB_GAP_MAX = "logprob_gap_max", "policy", Nats,
-        "Largest |l_old - l(training forward)| on the first minibatch, before its update. It is 0 if l_old has the bits of training, \
-         which is not so with GEMMs of cuBLASLt (job.gemm), and not if ppo.old_logprobs = \"rollout\" uses another layout's values.";
+        "Largest |l_old - l(training forward)| on the first minibatch, before its update. It is 0 if l_old has the bits of training. \
+         It is not 0 with GEMMs of cuBLASLt (job.gemm), or if ppo.old_logprobs = \"rollout\" uses another layout's values.";
     SAMPLER_GAP_MAX = "sampler_gap_max", "policy", Nats,
         "Largest |l(rollout) - l_old| if old log-probabilities are recomputed: rounding of another layout (mesh.sequence > 1, or a \
          rollout.tensor other than mesh.tensor) or of cuBLASLt, coarser in bf16.";
@@ -235,7 +236,8 @@ pub fn of_set(name: &str) -> Option<(&str, &str)> {
     name.strip_prefix(EVAL_OF_SET)?.split_once('/')
 }
 
-/// Returns the position of `name` in a line: its row, or the end for keys of a set and of the user (`extra_logs` of a reward).
+/// Returns the position of `name` in a line: its row, or the end for keys of a set and of the user (`extra_logs` of a
+/// reward).
 pub fn rank(name: &str) -> usize {
     let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
     let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);

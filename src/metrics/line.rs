@@ -1,8 +1,9 @@
 //! A line of `metrics.jsonl`.
 //!
-//! `step` and `time_unix_s` are first, then the keys in the order of the table of `metrics::keys`, then other keys by name. JSON has
-//! no NaN and no infinities. Such a value is written as `null`, and the line ends with `"nonfinite": {key: "NaN" |
-//! "inf" | "-inf"}`. So a reader that expects numbers finds a gap instead of a wrong number, and nothing is lost.
+//! `step` and `time_unix_s` are first, then the keys in the order of the table of `metrics::keys`, then other keys by
+//! name. JSON has no NaN and no infinities. Such a value is written as `null`, and the line ends with `"nonfinite":
+//! {key: "NaN" | "inf" | "-inf"}`. So a reader that expects numbers finds a gap instead of a wrong number, and nothing
+//! is lost.
 
 use super::keys;
 use crate::error::{Error, Result};

@@ -62,8 +62,9 @@ impl Recorder {
         self
     }
 
-    /// Removes every record after `step`, and recorded samples that the run no longer keeps. A run that resumes from the checkpoint of that step writes them again. A run
-    /// that starts from the beginning calls it with 0. Warns about earlier steps that have no line in `metrics.jsonl`.
+    /// Removes every record after `step`, and recorded samples that the run no longer keeps. A run that resumes from
+    /// the checkpoint of that step writes them again. A run that starts from the beginning calls it with 0. Warns
+    /// about earlier steps that have no line in `metrics.jsonl`.
     pub fn cut_back(&mut self, step: u64) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
         if let Some(missing) = live.metrics.cut_back(step)? {

@@ -39,7 +39,7 @@ const COLUMNS: [(&str, &str, Need); 7] = [
 const COLUMNS_LAST: [(&str, &str, Need); 2] =
     [(keys::GRAD_NORM, "grad norm", Need::Low), (keys::VALUE_LOSS, "value loss", Need::Low)];
 
-/// How early a field of a line is left out on a narrow terminal: the last of the lowest need first.
+/// The need for a field of a line. A narrow terminal leaves out fields of the lowest need first, from the last one on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
     Always,
