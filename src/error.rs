@@ -31,7 +31,7 @@ pub struct Error {
     pub hint: Option<String>,
 }
 
-/// A file of git-lfs that was cloned without its content.
+/// The error of a git-lfs file that was cloned without its content.
 #[derive(Debug)]
 pub struct LfsPointer;
 

@@ -162,8 +162,8 @@ pub struct Response {
     /// The tokens that each token was sampled from, if `rollout.keep_sampling_mask` is set; else empty.
     pub sampling_masks: Vec<SamplingMask>,
     pub finish: Finish,
-    /// If the rollout runs ahead: the steps whose updates made the sampling weights, each with its number of tokens, in
-    /// order. Empty: the previous step.
+    /// The steps whose updates made the sampling weights, each with its number of tokens, in order, if the rollout runs
+    /// ahead. Empty: the previous step.
     pub weights: Vec<(u64, usize)>,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
@@ -181,7 +181,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// For each token, the step whose update made the weights that sampled it; `before` if nothing else is known.
+    /// The step whose update made the weights that sampled each token; `before` if it is not recorded.
     pub fn weights_steps(&self, before: u64) -> impl Iterator<Item = u64> {
         let alone = self.weights.is_empty().then_some((before, self.tokens.len()));
         self.weights.iter().copied().chain(alone).flat_map(|(step, tokens)| std::iter::repeat_n(step, tokens))
@@ -273,7 +273,7 @@ pub struct Experience {
     pub last_value: f32,
     /// Per-token KL estimate against the reference.
     pub kl: Vec<f32>,
-    /// Per-token reward: -beta * KL where configured, plus the shaped score at the last token.
+    /// Per-token reward: -beta * KL if configured, plus the shaped score at the last token.
     pub rewards: Vec<f32>,
     pub advantages: Vec<f32>,
     pub returns: Vec<f32>,

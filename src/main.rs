@@ -1,5 +1,5 @@
 fn main() {
-    // Before anything else, while this is the only thread.
+    // These calls come first, while this is the only thread.
     rlhf_hpc::sys::signals::install();
     rlhf_hpc::sys::environment::hide();
     rlhf_hpc::sys::environment::keep_off_network();

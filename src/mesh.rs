@@ -29,7 +29,7 @@ impl Mesh {
         if self.ranks() == world {
             return Ok(());
         }
-        // The innermost axis that can change so that all fits; data ranks cost the least to change.
+        // The hint changes the innermost axis that makes the product fit. Data ranks cost the least to change.
         let axes = [("tensor", self.tensor), ("sequence", self.sequence), ("data", self.data)];
         let fitting = |&(key, size): &(&'static str, usize)| {
             let rest = self.ranks() / size.max(1);

@@ -92,7 +92,7 @@ pub fn redacted(text: &str) -> Cow<'_, str> {
             Some((name, _)) => format!("{name}={HIDDEN}"),
             None => HIDDEN.to_string(),
         };
-        // In a sentence, punctuation may follow.
+        // Punctuation of the sentence may follow the URL.
         let query = parts.get(4).map(|query| {
             let query = query.as_str();
             let own = query.trim_end_matches([':', ',', ';', ')']);

@@ -1,4 +1,4 @@
-//! From scores to advantages: KL, length penalties, group shaping, returns, whitening.
+//! Advantages from scores: KL, length penalties, group shaping, returns, whitening.
 //!
 //! Everything here runs over the whole batch in its global order with f64 sums. So the results depend neither on the
 //! number of ranks nor on the rank that computes them.

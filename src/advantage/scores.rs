@@ -1,4 +1,4 @@
-//! From a score to the rewards of a sample's tokens: normalization, length penalties, clipping, placement.
+//! The rewards of a sample's tokens from its score: normalization, length penalties, clipping, placement.
 
 use serde::{Deserialize, Serialize};
 

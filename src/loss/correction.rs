@@ -1,4 +1,4 @@
-//! Importance weights for tokens whose sampler was not the policy that the ratio is taken against.
+//! Importance weights for tokens that were sampled with other probabilities than the old ones of the ratio.
 
 use crate::config::method::ppo::Correction;
 

@@ -7,7 +7,9 @@ use crate::config::method::labelled::KtoConfig;
 /// (l - l_ref). That is also its derivative by each token's log-probability l. `kl` is a constant that gets no
 /// gradient.
 ///
-/// Desirable: `desirable_weight` (1 - sigmoid(beta (h - kl))); undesirable: `undesirable_weight` (1 - sigmoid(beta (kl - h))).
+/// Desirable: `desirable_weight` (1 - sigmoid(beta (h - kl))).
+///
+/// Undesirable: `undesirable_weight` (1 - sigmoid(beta (kl - h))).
 pub fn kto_loss(config: &KtoConfig, is_desirable: bool, h: f64, kl: f64) -> (f64, f64) {
     let (weight, sign) = if is_desirable { (config.desirable_weight, 1.0) } else { (config.undesirable_weight, -1.0) };
     let (x, rest) = (sign * config.beta * (h - kl), sign * config.beta);

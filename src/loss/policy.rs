@@ -62,8 +62,8 @@ impl AddAssign for PolicySums {
 /// - `clip`: -f_t min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A), for A < 0 and `dual_clip` = c > 0 the max of
 ///   that min and c A (arXiv:1707.06347, arXiv:1912.09729)
 /// - `cispo`: -f_t stopgrad(min(r, 1 + clip_high)) A l (arXiv:2506.13585)
-/// - `sapo`: -f_t g(r) A, g(r) = (4 / tau) sigmoid(tau (r - 1)), whose slope is 1 at r = 1 and falls on both sides, tau by the sign of A
-///   (arXiv:2511.20347)
+/// - `sapo`: -f_t g(r) A, g(r) = (4 / tau) sigmoid(tau (r - 1)), whose slope is 1 at r = 1 and falls on both sides, tau
+///   by the sign of A (arXiv:2511.20347)
 /// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
 ///   one whole sequence (arXiv:2507.18071)
 ///

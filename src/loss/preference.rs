@@ -41,7 +41,8 @@ pub struct PairLogprobs<'a> {
 /// rejected response. Within a response all derivatives are equal.
 ///
 /// With s the sum and m the mean of a response's log-probabilities, and h = (s_c - s_r) - (ref_c - ref_r):
-/// - `Sigmoid` (DPO, arXiv:2305.18290): -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = `label_smoothing` (cDPO).
+/// - `Sigmoid` (DPO, arXiv:2305.18290): -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = `label_smoothing`
+///   (cDPO).
 /// - `Ipo` (arXiv:2310.12036): (h - 1 / (2 beta))^2.
 /// - `Simpo` (arXiv:2405.14734): -log sigmoid(beta (m_c - m_r) - `simpo_margin`).
 /// - `Orpo` (arXiv:2403.07691): -m_c - `orpo_coef` log sigmoid(o_c - o_r), o = m - log(1 - exp(m)).

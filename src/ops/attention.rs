@@ -153,7 +153,7 @@ pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
 /// The KV cache of one layer: pages of `PAGE` tokens.
 #[derive(Debug)]
 pub enum KvLayer {
-    /// In the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e].
+    /// Keys and values in the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e].
     Cpu { keys: Flat, values: Flat },
     /// bf16.
     Cuda(KvPages),
@@ -239,7 +239,7 @@ impl<'a> Paged<'a> {
         })
     }
 
-    /// Notes for a plan the cost of attention over the sequences, with keys and values of `bytes` each.
+    /// Counts the cost of attention over the sequences for a plan, with keys and values of `bytes` each.
     fn note(&self, shape: &AttentionShape, bytes: usize) {
         let seen = |past: usize| shape.window.map_or(past, |window| past.min(window)) as f64;
         let (pairs, read): (f64, f64) = match self.source {

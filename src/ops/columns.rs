@@ -24,7 +24,7 @@ pub fn sum(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     }
 }
 
-/// Sums on a GPU. The nth parts of all places lie side by side, so that one sum adds them.
+/// Computes the sums on a GPU. The nth parts of all places are put side by side, so that one sum adds them.
 fn sum_on_gpu(parts: &[(&Tensor, usize, usize)], to: &mut Tensor, width: usize) {
     let (rows, all) = (to.rows(), to.width());
     to.cuda_mut().clear();
@@ -58,8 +58,7 @@ pub fn copy(x: &Tensor, from: usize, to: &mut Tensor, at: usize, width: usize) {
     }
 }
 
-/// Copies a matrix of `width` columns to the columns of `to` from `at` on. It lies in the values of `x` from `start`
-/// on.
+/// Copies a matrix of `width` columns to the columns of `to` from `at` on. It begins at value `start` of `x`.
 pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize) {
     let (rows, all) = (to.rows(), to.width());
     let range = start..start + rows * width;

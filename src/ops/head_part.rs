@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Replaces the statistics and target logits of a part by those of whole rows.
 pub type Combine<'a> = dyn Fn(&mut [RowStats], &mut [f32]) + 'a;
 
-/// The same on a GPU: gathers the statistics of all parts' rows (`device::cuda::linear_logprob::stats`), one part after
+/// The same on a GPU. Gathers the statistics of all parts' rows (`device::cuda::linear_logprob::stats`), one part after
 /// another, and returns them with the number of parts.
 pub type Gather<'a> = dyn Fn(&Memory) -> (Memory, usize) + 'a;
 

@@ -150,7 +150,7 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
 
 const FORWARD: &str = "matmul::forward";
 
-/// Notes for a plan the GEMM of `m` rows with W or its transpose, which reads W once.
+/// Counts the GEMM of `m` rows with W or its transpose for a plan. It reads W once.
 fn note(m: usize, w: &Weight) {
     let elements = (w.n * w.k) as f64;
     null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);

@@ -32,7 +32,7 @@ pub struct Step {
 #[derive(Debug)]
 enum Seen {
     Cpu(Vec<Vec<Span>>),
-    /// At least one pass. The first has all keys of the block and, in a first step, all rows.
+    /// The passes, at least one. The first has all keys of the block and, in a first step, all rows.
     Cuda(Vec<SpanTable>),
 }
 
@@ -40,7 +40,7 @@ impl Step {
     /// A step from the `passes` over a block with the keys of `tokens` rows.
     ///
     /// # Panics
-    /// If a span does not lie in the block, or has a row that sees no key.
+    /// If a span is not within the block, or has a row that sees no key.
     pub fn new(device: Device, passes: Vec<Vec<Span>>, shape: &AttentionShape, tokens: usize, is_first: bool) -> Self {
         check_heads(shape);
         for span in passes.iter().flatten() {

@@ -31,7 +31,7 @@ pub(super) struct Angles {
     sin: Vec<f32>,
     /// The same for GPU kernels, made at the first use.
     on_gpu: OnceLock<Table>,
-    /// The bytes that they count on a null device, where they are not made.
+    /// The bytes that they count on a null device, which does not make them.
     _held: null::Held,
 }
 
@@ -46,10 +46,10 @@ impl RopeTable {
         }
     }
 
-    /// Like `new`. Equal tables in use are one, because a table for a long context is large.
+    /// Creates a table like `new`, but shares it with equal tables in use, because a table for a long context is large.
     pub fn shared(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Arc<Self> {
         static TABLES: Mutex<Vec<(Option<ThreadId>, Weak<RopeTable>)>> = Mutex::new(Vec::new());
-        // Those of a null device have no angles.
+        // Tables of a null device have no angles.
         let null_thread = null::is_active().then(|| std::thread::current().id());
         let mut tables = lock(&TABLES);
         tables.retain(|(_, table)| table.strong_count() > 0);

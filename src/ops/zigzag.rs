@@ -100,7 +100,7 @@ fn as_runs(queries: &[Piece], keys: &[Piece]) -> Vec<Span> {
     }
     let mut spans: Vec<Span> = Vec::new();
     for query in queries {
-        // Pieces of two ranks lie before or after each other.
+        // Each piece of one rank is before or after each piece of another.
         let before = keys.iter().filter(|key| key.start < query.start).map(|key| key.tokens).sum();
         match spans.last_mut() {
             _ if before == 0 => {}
