@@ -1,6 +1,6 @@
 //! A device that computes nothing: a CPU, or a GPU whose driver functions are replaced (`cuda::sys`). Within [`run`],
-//! on its thread, operations return at once and values are whatever memory holds (mostly zeros). The memory that a job
-//! would use is counted by owner and phase. A plan is the job itself, run on this device.
+//! on its thread, operations return at once and values are unspecified (mostly zeros). The memory that a job would use
+//! is counted by owner and phase. A plan is the job itself, run on this device.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -190,7 +190,7 @@ pub fn note_cache(cache: Cache) {
     });
 }
 
-/// Does `work`, which counts `times` times.
+/// Runs `work`, which counts `times` times.
 pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
     let set = |more_times: f64| with(|scope| scope.more_times = more_times);
     let before = SCOPE.with_borrow(|scope| scope.more_times);
@@ -221,7 +221,7 @@ pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
     times
 }
 
-/// Does `work`, whose collectives run while the rank computes.
+/// Runs `work`, whose collectives run while the rank computes.
 pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     with(|scope| scope.is_hidden = true);
     let done = work();
@@ -229,7 +229,7 @@ pub fn hidden<R>(work: impl FnOnce() -> R) -> R {
     done
 }
 
-/// Does `work` on a null device, in the phase `Load`, and returns the counts.
+/// Runs `work` on a null device, in the phase `Load`, and returns the counts.
 ///
 /// # Panics
 /// Within itself.
@@ -257,7 +257,7 @@ fn with(work: impl FnOnce(&mut Scope)) {
     }
 }
 
-/// Does `work` if the device is a CPU: host memory counts only there.
+/// Runs `work` if the device is a CPU, because host memory counts only there.
 fn with_host(work: impl FnOnce(&mut Scope)) {
     if device().is_some_and(|device| device.gpu.is_none()) {
         with(work);
@@ -273,7 +273,7 @@ pub fn enter(phase: Phase) {
     });
 }
 
-/// Does `work`, an evaluation. Its memory belongs to the phase `Eval`, and its work to `Record::evaluation`.
+/// Runs `work`, an evaluation. Its memory belongs to the phase `Eval`, and its work to `Record::evaluation`.
 pub fn evaluation<R>(work: impl FnOnce() -> R) -> R {
     let set = |evaluates: bool| {
         with(|scope| {
@@ -410,7 +410,7 @@ impl Scope {
         }
     }
 
-    /// Copies the parts when the level falls again, not at each step upwards.
+    /// Copies the parts. Called when the level falls again, and not at each step upwards.
     fn write_down(&mut self) {
         if std::mem::take(&mut self.rising) {
             self.record.peaks.entry(self.memory_phase()).or_default().parts = self.live.clone();

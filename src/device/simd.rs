@@ -28,7 +28,7 @@ impl Level {
         self.isa
     }
 
-    /// `vdpbf16ps` may be used.
+    /// Whether `vdpbf16ps` may be used.
     pub fn bf16_dot(self) -> bool {
         self.bf16
     }
@@ -65,8 +65,8 @@ thread_local! {
     static FORCED: Cell<Option<Level>> = const { Cell::new(None) };
 }
 
-/// The level for a kernel that starts now. Read it once on the thread that starts the kernel and hand it to the
-/// workers: `with_level` speaks for its own thread only.
+/// The level for a kernel that starts now. Read it once on the thread that starts the kernel, and pass it to the
+/// workers, because `with_level` applies only to its own thread.
 pub fn level() -> Level {
     static LEVEL: OnceLock<Level> = OnceLock::new();
     FORCED.get().unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! One AdamW update of flat slices: elementwise, so the bits do not depend on how the slices were cut.
+//! One AdamW update of flat slices. It is elementwise, so the bits do not depend on the division into slices.
 
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
@@ -47,7 +47,7 @@ pub fn average(p: &[f32], beta: f32, average: &mut [f32]) {
     pool().parts(average, 1024, len < SERIAL_BELOW, &|range, part| blend(level, &p[range], beta, part));
 }
 
-/// Values below which one thread does it all.
+/// The number of values below which one thread does all the work.
 const SERIAL_BELOW: usize = 16 << 10;
 
 pub fn step(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], numbers: &Update, weight_decay: f32) {

@@ -12,13 +12,13 @@ use crate::device::null;
 use crate::device::simd::level;
 use std::ops::Range;
 
-/// Multiply-adds, in units of a key block times a row, below which one thread is faster than waking the others.
+/// The work below which one thread is faster than waking the others: multiply-adds of a key block times a row.
 const SERIAL_MAX: usize = 64;
 
-/// Values of keys below which one thread appends them.
+/// The number of values of keys below which one thread appends them.
 const APPEND_SERIAL_BELOW: usize = 1024;
 
-/// Attention of `spans` that share no row of q: overwrites (o, lse), or is merged into what they hold.
+/// Attention of `spans` that share no row of q. Overwrites (o, lse), or merges the result into their values.
 pub fn forward_rows(
     q: &[f32],
     k: &[f32],
@@ -50,7 +50,7 @@ pub fn forward_paged(
     forward(&Forward { q, keys, spans: &spans, shape, o: Shares::new(o), lse: None, merge: false });
 }
 
-/// Cuts the rows into tiles, and the tiles into contiguous shares of about equal work, one a thread.
+/// Cuts the rows into tiles, and the tiles into contiguous shares of about equal work, one per thread.
 fn forward(forward: &Forward) {
     let shape = forward.shape;
     let mut tiles = Vec::new();
@@ -85,8 +85,8 @@ fn cumulated(costs: impl Iterator<Item = usize>) -> Vec<usize> {
     std::iter::once(0).chain(sums).collect()
 }
 
-/// The places at which to cut items with cumulated costs `ends` into `threads` shares. An item belongs to the share
-/// that holds its middle.
+/// The indices at which to cut items with cumulated costs `ends` into `threads` shares. An item belongs to the share
+/// that contains its middle.
 fn cuts(ends: &[usize], threads: usize) -> Vec<usize> {
     let (items, total) = (ends.len() - 1, ends[ends.len() - 1]);
     let middles: Vec<usize> = ends.windows(2).map(|ends| usize::midpoint(ends[0], ends[1])).collect();
@@ -124,8 +124,8 @@ fn backward(backward: &Backward) {
     if shares.len() == 1 { work(0) } else { pool.run(&work) }
 }
 
-/// The parts that each thread does. Whole sequences and key heads where that is balanced to a quarter; else some are
-/// cut in two or more, at the price that scores of the cut ones are computed twice.
+/// The parts of each thread: whole sequences and key heads if that is balanced to a quarter. Otherwise some are cut in
+/// two or more, and the scores of those are computed twice.
 fn divided(backward: &Backward, threads: usize) -> Vec<Vec<Part>> {
     let shape = backward.shape;
     let heads = 0..shape.kv_heads;
@@ -177,7 +177,7 @@ pub fn kv_append<T: Send + Sync>(
     let ends = cumulated(sequences.iter().map(|sequence| sequence.tokens));
     let (keys, values) = (Shares::new(keys), Shares::new(values));
     let small = k.len() < APPEND_SERIAL_BELOW;
-    // About the threads that read the sequences' pages next: what is new is then in their caches.
+    // These are about the threads that read the sequences' pages next, so the new values are in their caches.
     pool().ranges(sequences.len(), 1, small, &|part| {
         for (sequence, start) in sequences[part.clone()].iter().zip(&ends[part]) {
             for (row, at) in (sequence.past..sequence.past + sequence.tokens).enumerate() {

@@ -1,5 +1,6 @@
-//! Backward attention of one sequence under one key head, or a part of it: key blocks ascending, and for each the query
-//! tiles that see it, ascending; probabilities are recomputed from the log-sum-exp (arXiv:2205.14135, algorithm 4).
+//! Backward attention of one sequence under one key head, or of a part of it: key blocks ascending, and for each block
+//! the query tiles that see it, ascending. Probabilities are recomputed from the log-sum-exp (arXiv:2205.14135,
+//! algorithm 4).
 //!
 //! Dims as in `attention_forward`; d = e rounded up to whole blocks of lanes. Every dq[r], dk[j], dv[j] is one chain of
 //! multiply-adds, ascending j or ascending r.
@@ -27,12 +28,12 @@ pub(super) struct Backward<'a> {
     pub dq: Shares<f32>,
     pub dk: Shares<f32>,
     pub dv: Shares<f32>,
-    /// dq, dk and dv are added to, not overwritten.
+    /// Whether the gradients are added to dq, dk and dv instead of overwriting them.
     pub add: bool,
 }
 
 /// The gradients of some key blocks and of some query tiles of a sequence under one key head. A pair of a block and a
-/// tile is computed where either is wanted.
+/// tile is computed if either of them is wanted.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub sequence: usize,
@@ -119,7 +120,7 @@ impl Backward<'_> {
     /// The tiles with a query that sees the block.
     fn tiles_of(&self, sequence: usize, block: usize) -> Range<usize> {
         let (Span { past, tokens, keys, .. }, group) = (self.spans[sequence], self.shape.group());
-        // From the first query not before the block to the last that sees the block's last key.
+        // The queries from the start of the block to the last one that sees the block's last key.
         let start = (block * PAGE).saturating_sub(past);
         let last = |window: usize| keys.min((block + 1) * PAGE).saturating_add(window - 1).saturating_sub(past);
         let end = self.shape.window.map_or(tokens, |window| tokens.min(last(window)));
@@ -139,7 +140,7 @@ impl Backward<'_> {
         let tile_count = (self.spans[sequence].tokens * self.shape.group()).div_ceil(TILE);
         let of_tile = |tile: usize| tiles.iter().filter(|tiles| tiles.contains(&tile)).count();
         let total = self.pairs(sequence);
-        // The first index before which there is the share `at` / `of` of the pairs; both neighbours find the same.
+        // The first index with the share `at` / `of` of the pairs before it. Both neighbors find the same index.
         let cut = |costs: &mut dyn Iterator<Item = usize>, at: usize| {
             let mut sum = 0;
             costs
@@ -222,7 +223,7 @@ impl Backward<'_> {
         }
     }
 
-    /// dk and dv of a key block, and what it adds to dq, as far as the part wants them.
+    /// Computes dk and dv of a key block, and its contribution to dq, as far as the part wants them.
     #[inline(always)]
     unsafe fn block<V: Vector>(&self, part: &Part, block: usize, work: &mut Work) {
         let mut tiles = self.tiles_of(part.sequence, block);
@@ -306,8 +307,8 @@ impl Backward<'_> {
             c_stride: d,
             start: Start::Add,
         };
-        // SAFETY: q, d_o, dq hold the tile's rows x d; keys and values e x PAGE; p and ds TILE x PAGE, read by columns in
-        // over_rows; dk and dv PAGE x d; the key block in place holds `count` rows of e values g * e apart;
+        // SAFETY: q, d_o, dq hold the tile's rows x d; keys and values e x PAGE; p and ds TILE x PAGE, read by columns
+        // in over_rows; dk and dv PAGE x d; the key block in place holds `count` rows of e values g * e apart;
         // instructions as promised.
         unsafe {
             multiply::<V, 1, _>(work.keys.as_ptr(), scores(q, work.p));

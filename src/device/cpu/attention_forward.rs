@@ -1,8 +1,8 @@
-//! Forward attention of tiles of 32 query rows over blocks of 32 keys; where the keys of a sequence come in several
-//! runs, each run's result is merged with that of the runs before it.
+//! Forward attention of tiles of 32 query rows over blocks of 32 keys. If the keys of a sequence arrive in several
+//! runs, each run's result is merged with that of the previous runs.
 //!
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
-//! dim. Scores lie [r][j], keys transposed [e][j], values [j][e].
+//! dim. Scores are stored as [r][j], keys transposed as [e][j], values as [j][e].
 
 use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Tile};
 use super::exp::exp_lanes;
@@ -13,7 +13,7 @@ use super::scratch::{Rest, taken};
 use super::vector::{Kernel, Vector, copy, prefetch, prefetch_far, transpose};
 use std::ops::Range;
 
-/// Below any score that softmax can distinguish from minus infinity; finite, so that m - m is 0, not NaN.
+/// A number below any score that softmax can distinguish from minus infinity. It is finite, so m - m is 0, not NaN.
 const LOWEST: f32 = -3.0e38;
 
 /// The layout of keys and values.
@@ -41,7 +41,7 @@ impl Cached<'_> {
     }
 }
 
-/// Keys of a block, transposed, or its values.
+/// The keys of a block, transposed, or its values.
 #[derive(Clone, Copy)]
 enum Block {
     F32(*const f32),
@@ -64,7 +64,7 @@ impl Block {
         }
     }
 
-    /// Asks for the cache lines of `n` values, into the second cache: many of them wait for memory at once.
+    /// Prefetches `n` values into the second-level cache, so that many cache lines are in flight at once.
     #[inline(always)]
     unsafe fn prefetch<V: Vector>(self, n: usize) {
         // SAFETY: instructions as promised.
@@ -86,7 +86,7 @@ pub(super) struct Forward<'a> {
     pub shape: &'a AttentionShape,
     pub o: Shares<f32>,
     pub lse: Option<Shares<f32>>,
-    /// o and lse hold the result over other keys (lse = -inf: over none), and get that over those and these.
+    /// Whether o and lse hold the result over other keys (lse = -inf: over none), which is merged with the new result.
     pub merge: bool,
 }
 
@@ -106,9 +106,9 @@ struct Work<'a> {
     decay: &'a mut [f32],
     /// [block][e][j]
     keys: &'a mut [f32],
-    /// [block][j][e]: side by side, where rows of v are so far apart that they share few lines of the cache
+    /// [block][j][e]: a dense copy, because rows of v are so far apart that they share few cache lines
     values: &'a mut [f32],
-    /// The sequence and key head whose blocks up to `.2` lie in `keys` and `values`; of packed keys.
+    /// The sequence and key head whose blocks up to `.2` are in `keys` and `values`, for packed keys.
     held: (usize, usize, usize),
 }
 
@@ -175,7 +175,7 @@ impl Forward<'_> {
         work.max.fill(LOWEST);
         work.sums[..rows * PAGE].fill(0.0);
         work.o[..rows * wide].fill(0.0);
-        // A tile of few rows (decode) takes several blocks at once: their chains do not wait for each other.
+        // A tile of few rows (decode) computes several blocks at once, because their chains are independent.
         let together = TILE / rows;
         let Range { start, end } = tile.blocks(sequence, shape);
         for first in (start..end).step_by(together) {
@@ -223,7 +223,7 @@ impl Forward<'_> {
             unsafe {
                 keys.product::<V>(Product {
                     rows,
-                    // Half a block is seen often: it holds the diagonal.
+                    // Often only half of a block is visible: the block on the diagonal.
                     lanes: self.count(tile, block).next_multiple_of(PAGE / 2),
                     k: e,
                     a: work.q.as_ptr(),
@@ -385,7 +385,7 @@ impl Forward<'_> {
         }
     }
 
-    /// o / sum of probabilities, and the log-sum-exp, to where they belong. Two results (o0, l0) and (o1, l1) merge to
+    /// Writes o / sum of probabilities, and the log-sum-exp. Two results (o0, l0) and (o1, l1) merge to
     /// l = ln(exp l0 + exp l1), o = exp(l0 - l) o0 + exp(l1 - l) o1.
     #[inline(always)]
     unsafe fn finish<V: Vector>(&self, tile: &Tile, work: &mut Work) {
@@ -401,7 +401,7 @@ impl Forward<'_> {
                 let (inverse, zero) = (V::splat(1.0 / sum), V::splat(0.0));
                 for lane in (0..wide).step_by(V::LANES) {
                     let at = work.o.as_mut_ptr().add(i * wide + lane);
-                    // Adding zero turns the -0 of an underflow into the 0 that it is after a masked block.
+                    // Adding zero turns the -0 of an underflow into 0, the result after a masked block.
                     V::load(at).fma(inverse, zero).store(at);
                 }
                 if let Some(lse) = self.lse {

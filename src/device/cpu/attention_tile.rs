@@ -12,7 +12,7 @@ pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// A query sees at most this many keys, itself included; `None`: all before it.
+    /// The number of keys that a query sees at most, itself included. `None`: all earlier keys.
     pub window: Option<usize>,
     /// Usually 1 / sqrt(head_dim).
     pub scale: f32,
@@ -51,13 +51,13 @@ pub struct Span {
     pub tokens: usize,
     /// Position of the first row, counted from the first key.
     pub past: usize,
-    /// The first row of k and v; 0 where keys are paged.
+    /// The first row of k and v; 0 if keys are paged.
     pub key_row: usize,
     pub keys: usize,
 }
 
 impl Span {
-    /// Whole sequences that lie one after the other: `cu_seqlens` = [0, end of sequence 0, ...].
+    /// The spans of whole sequences, one after the other: `cu_seqlens` = [0, end of sequence 0, ...].
     pub fn whole(cu_seqlens: &[usize]) -> Vec<Self> {
         let of = |ends: &[usize]| {
             let (row, tokens) = (ends[0], ends[1] - ends[0]);

@@ -2,7 +2,7 @@
 
 use super::pool::{Shares, pool};
 
-/// Elements below which one thread is faster than waking the others.
+/// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
 
 /// The position of column c in row n: `start(n) + c * step`, except for interleaved pairs.
@@ -10,11 +10,11 @@ const SERIAL_MAX: usize = 1 << 13;
 pub struct Place {
     /// Index of a row's first value.
     pub start: usize,
-    /// Distance of its neighbouring columns.
+    /// The distance of neighboring columns.
     pub step: usize,
 }
 
-/// The position of the row of token t, if it is there.
+/// Returns the position of the row of token t, if there is one.
 pub type Rows<'a> = dyn Fn(usize) -> Option<Place> + Sync + 'a;
 
 /// y[t][c] = w[place(token[t])][c], 0 if there is no such row.

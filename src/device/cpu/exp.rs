@@ -15,8 +15,8 @@ const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 const P: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_6e-1, 5e-1];
 
-/// exp(x). Inside a `leveled!` loop the compiler vectorises it; alone, on a baseline build, it is slow (each
-/// `mul_add` is a call).
+/// exp(x). Inside a `leveled!` loop the compiler vectorizes it. Elsewhere, on a baseline build, it is slow, because
+/// each `mul_add` is a call.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     // SAFETY: one lane needs no instructions.
@@ -31,7 +31,7 @@ pub fn exp(x: f32) -> f32 {
 pub unsafe fn exp_lanes<V: Vector>(x: V) -> V {
     // SAFETY: promised by the caller.
     unsafe {
-        // In this order NaN passes.
+        // This order of operands keeps NaN.
         let x = V::splat(HIGHEST).min(V::splat(LOWEST).max(x));
         let shifted = x.fma(V::splat(LOG2E), V::splat(ROUND));
         let n = shifted.sub(V::splat(ROUND));

@@ -11,7 +11,7 @@ pub enum Activation {
     Silu,
 }
 
-/// Elements below which one thread is faster than waking the others.
+/// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
 
 leveled! {

@@ -1,8 +1,7 @@
 //! Divergences of a student's distribution q from a teacher's p, row by row of their logits, with the statistics of
 //! both.
 //!
-//! Sums run in the order of `softmax`: 64 lanes, each ascending, then folded. A row's bits depend on nothing but the
-//! row.
+//! Sums run in the order of `softmax`: 64 lanes, each ascending, then folded. A row's bits depend only on the row.
 
 use super::exp::exp;
 use super::lanes::fold;
@@ -142,8 +141,8 @@ leveled! {
     }
 }
 
-/// Logits of `v` tokens a row, by student and teacher, and the statistics of the whole rows, of which they may be
-/// parts.
+/// Logits of student and teacher, `v` tokens per row, and the statistics of whole rows. The logits may be parts of
+/// these rows.
 #[derive(Clone, Copy)]
 pub struct Pair<'a> {
     pub v: usize,
@@ -160,9 +159,9 @@ impl Pair<'_> {
         (&self.student[at.clone()], &self.teacher[at], q, p)
     }
 
-    /// Two sums over the tokens of each row, as `sum_exp` and `dot` of statistics whose `max` is 0, so that those of
-    /// parts of the vocabulary add up as these do. `ForwardKl`: sum p log(p / q), sum p (-log q); `ReverseKl`: sum q
-    /// log(q / p), 0; `Jsd`: sum p log(p / m), sum q log(q / m).
+    /// Two sums over the tokens of each row, as `sum_exp` and `dot` of statistics whose `max` is 0. So the sums of
+    /// parts of the vocabulary add up like statistics. `ForwardKl`: sum p log(p / q), sum p (-log q); `ReverseKl`: sum
+    /// q log(q / p), 0; `Jsd`: sum p log(p / m), sum q log(q / m).
     pub fn sums(&self, of: Divergence) -> Vec<RowStats> {
         let level = level();
         let none = RowStats { inverse_temperature: 1.0, max: 0.0, sum_exp: 0.0, dot: 0.0 };

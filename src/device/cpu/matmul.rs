@@ -1,5 +1,5 @@
 //! y = x W^T and its gradients on panels of 32 outputs: [n/32][k rounded up to even][32], bf16 with pairs of k
-//! interleaved. One family of tiles (`microkernel`) does all three products:
+//! interleaved. One family of tiles (`microkernel`) computes all three products:
 //!
 //! | product | rows of a tile | lanes | chain over | prepared |
 //! |---|---|---|---|---|
@@ -8,7 +8,7 @@
 //! | dW += dy^T x | columns of x, interleaved | n | m | x interleaved and dy's panels, a block of m at a time |
 //!
 //! Every output is one ascending chain, so its bits depend neither on m, nor on its row's position, nor on blocking
-//! and threads. Scratch is the caller's: `*_scratch` says how many f32.
+//! and threads. Callers provide the scratch memory: `*_scratch` returns the number of f32 values.
 
 /// Outputs of one panel.
 pub use super::microkernel::LANES;
@@ -28,9 +28,9 @@ const STEPS_BLOCK: usize = 2048;
 const ROWS_BYTES: usize = 256 << 10;
 /// Rows of a block whose chains are cut (so that a block of sums fits on the stack).
 const ROWS_CUT: usize = 32;
-/// Multiply-adds below which one thread does it all: waking the others costs as much.
+/// The number of multiply-adds below which one thread does all the work: waking the others costs as much.
 pub(super) const SERIAL_BELOW: usize = 64 << 10;
-/// Number of values of x up to which each thread converts them to words for itself: 128 KiB.
+/// The number of values of x up to which each thread converts them to words for itself: 128 KiB.
 const OWN_WORDS: usize = 32 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
@@ -38,7 +38,7 @@ const TRANSPOSED_WORDS: usize = 2 << 20;
 #[derive(Clone, Copy, Debug)]
 pub enum PanelValues<'a> {
     F32(&'a [f32]),
-    /// Two neighbouring k interleaved: [n/32][k/2][32][2].
+    /// Two neighboring k interleaved: [n/32][k/2][32][2].
     Bf16(&'a [u16]),
 }
 
@@ -137,7 +137,7 @@ impl Cut {
         let fit = (ROWS_BYTES / (4 * p.a_row.max(1)) / ROWS * ROWS).max(4 * ROWS);
         let fit = if step_blocks > 1 { fit.min(ROWS_CUT) } else { fit };
         let mut blocks = p.m.div_ceil(fit);
-        // Few panels and many threads: cut rows as well, where every thread still gets some tiles.
+        // With few panels and many threads, rows are cut as well, if every thread still gets some tiles.
         let uneven = groups.next_multiple_of(threads) * 8 > groups * 9;
         if blocks > 1 || (uneven && p.m >= ROWS * threads) {
             blocks = blocks.next_multiple_of(threads);
@@ -146,8 +146,8 @@ impl Cut {
     }
 }
 
-/// Does all of `products`, which do not depend on each other, at one call of the threads. With `own`, each thread
-/// rounds these values of x itself and uses its words in place of `a`.
+/// Computes all `products`, which do not depend on each other, in one call of the threads. With `own`, each thread
+/// rounds these values of x itself and uses its words instead of `a`.
 fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
     let pool = pool();
     let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
@@ -337,7 +337,7 @@ fn transposed_rows(w: &Panels) -> usize {
     rows.max(LANES).min(w.n.next_multiple_of(LANES))
 }
 
-/// f32 of scratch that `backward_input` needs, `transposed` where it is given a W that was transposed before.
+/// f32 of scratch that `backward_input` needs. `transposed`: it gets a W that was transposed before.
 pub fn backward_input_scratch(m: usize, w: &Panels, transposed: bool) -> usize {
     let turned = if transposed { 0 } else { turned_words(w, transposed_rows(w)) };
     turned + row_words_scratch(w.arithmetic(), m, w.n)
@@ -348,7 +348,7 @@ fn turned_words(w: &Panels, rows: usize) -> usize {
     w.k.next_multiple_of(LANES) * words_of(w.arithmetic(), rows)
 }
 
-/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx where `add`). The bits do not depend on whether all
+/// dx[m][k] = sum_n dy[m][n] W[n][k], n ascending from 0 (from dx with `add`). The bits do not depend on whether all
 /// of W was `transposed` before.
 pub fn backward_input(
     dy: &[f32],

@@ -17,7 +17,7 @@ const STEPS: usize = 128;
 const TILES: usize = panel::COLUMNS_MAX / ROWS;
 /// Words between tiles of x, so that they do not fall on one another in the caches.
 const GAP: usize = 16;
-/// Multiply-adds that one value takes to prepare, about.
+/// The approximate cost of preparing one value, in multiply-adds.
 const PREPARE: usize = 12;
 
 /// A thread's scratch: words of a tile of x, of all tiles, and of a panel of dy.
@@ -58,8 +58,8 @@ struct WeightProduct<'a> {
     dw: Shares<f32>,
 }
 
-/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from what dW holds; missing rows and columns are not
-/// touched. bf16: both factors rounded, pairs of m, odd first.
+/// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from the values of dW. Missing rows and columns are
+/// not touched. bf16: both factors are rounded; pairs of m, odd first.
 pub fn backward_weight(
     dy: &[f32],
     x: &[f32],
@@ -79,7 +79,7 @@ pub fn backward_weight(
     let arithmetic = if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 };
     let steps = words_of(arithmetic, m);
     let room = Room::new(steps, k);
-    // The pool may have changed since the scratch was measured: as many shares as there is room for.
+    // The pool may have changed since the scratch was allocated, so the scratch limits the number of shares.
     let serial = m * n * k < SERIAL_BELOW;
     let shares = if serial { 1 } else { (scratch.len() / room.count_words()).min(pool.threads()) };
     let (panels, tiles) = (n.div_ceil(LANES), k.div_ceil(ROWS));
@@ -96,8 +96,8 @@ pub fn backward_weight(
     if serial { work(0) } else { pool.run(&work) }
 }
 
-/// Rectangles of dW, one a share: (cuts of the panels, cuts of the tiles). Least work in the largest, preparing its
-/// operands included.
+/// The rectangles of dW, one per share: (cuts of the panels, cuts of the tiles). Minimizes the work of the largest,
+/// including the preparation of its operands.
 fn grid(panels: usize, tiles: usize, shares: usize) -> (usize, usize) {
     let cost = |&(down, across): &(usize, usize)| {
         let (n, k) = (panels.div_ceil(down) * LANES, tiles.div_ceil(across) * ROWS);

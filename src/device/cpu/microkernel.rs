@@ -4,10 +4,10 @@
 //! the instruction level enters the arithmetic, and a chain may be cut anywhere: c holds the f32 accumulator exactly.
 //!
 //! A step is one 32-bit word of `a` and of each lane of `b`: an f32, or a pair of bf16 (even index in the low half). A
-//! pair is two fused multiply-adds, odd first, then even, as `vdpbf16ps` does; that instruction also flushes
-//! denormals, the others do not, and in this alone the levels may differ.
+//! pair is two fused multiply-adds, odd first, then even, as in `vdpbf16ps`. Only that instruction also flushes
+//! denormals, so levels may differ there, and nowhere else.
 //!
-//! AVX-512 does a tile at once (8 rows x 32 lanes in 16 registers, or 4 x 64), narrower registers in parts.
+//! AVX-512 computes a tile at once (8 rows x 32 lanes in 16 registers, or 4 x 64). Narrower registers compute parts.
 
 use super::vector::{Kernel, Vector, run_in};
 use crate::device::simd::{Isa, Level, leveled};
@@ -28,7 +28,7 @@ pub enum Arithmetic {
     Bf16,
 }
 
-/// How a tile reads ahead.
+/// The words that a tile prefetches.
 #[derive(Clone, Copy, Debug)]
 pub enum Prefetch {
     /// The panel itself: it is read only once.
@@ -39,12 +39,12 @@ pub enum Prefetch {
 
 #[derive(Clone, Copy, Debug)]
 pub struct Tile {
-    /// 1 to ROWS; 1 to ROWS_PAIR where `pair`.
+    /// The number of rows: 1 to ROWS; 1 to ROWS_PAIR with `pair`.
     pub rows: usize,
-    /// Two panels at once, `b_panel` words apart (only with `Stream` and without `packed`).
+    /// Whether there are two panels at once, `b_panel` words apart (only with `Stream` and without `packed`).
     pub pair: bool,
     pub steps: usize,
-    /// Word (i, s) is at i * a_row + s; where `packed`, at i + ROWS * s.
+    /// Word (i, s) is at i * a_row + s, or with `packed` at i + ROWS * s.
     pub a: *const u32,
     pub a_row: usize,
     pub packed: bool,
@@ -55,7 +55,7 @@ pub struct Tile {
     pub c: *mut f32,
     pub c_row: usize,
     pub columns: usize,
-    /// Start from 0 rather than from c.
+    /// Whether chains start from 0 instead of from c.
     pub fresh: bool,
     pub prefetch: Prefetch,
 }
@@ -75,7 +75,7 @@ pub unsafe fn run(level: Level, arithmetic: Arithmetic, tile: &Tile) {
     }
 }
 
-/// A step: one multiply-add of f32, two of bf16, or the instruction for those.
+/// The kinds of a step: one multiply-add of f32, two of bf16, or the instruction for two of bf16.
 const F32: u8 = 0;
 const PAIR: u8 = 1;
 const DOT: u8 = 2;
@@ -180,7 +180,7 @@ impl<const STEP: u8, const MR: usize, const NV: usize, const PACKED: bool, const
                     } else {
                         *acc = V::load_part(c, left.saturating_sub(j * V::LANES));
                         if PACKED {
-                            // The words of the next tile, which follow.
+                            // Prefetches the words of the next tile, which follow.
                             V::prefetch(c.wrapping_add(MR * LANES));
                         }
                     }
@@ -250,7 +250,7 @@ unsafe fn added<V: Vector, const STEP: u8>(sum: V, x: u32, w: V) -> V {
             F32 => V::splat(f32::from_bits(x)).fma(w, sum),
             DOT => sum.add_pairs(V::splat(f32::from_bits(x)), w),
             _ => {
-                // Split in the vector unit: scalar shifts would move both halves there one by one.
+                // The pair is split in the vector unit: scalar shifts would move both halves there one by one.
                 let x = V::splat(f32::from_bits(x));
                 x.even().fma(w.even(), x.odd().fma(w.odd(), sum))
             }

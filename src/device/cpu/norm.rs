@@ -6,7 +6,7 @@ use super::pool::pool;
 use crate::device::simd::{level, leveled};
 
 const LANES: usize = 32;
-/// Values below which one thread does it all.
+/// The number of values below which one thread does all the work.
 const SERIAL_BELOW: usize = 32 << 10;
 
 leveled! {

@@ -94,7 +94,7 @@ fn pair_rows(level: Level, even: &[f32], odd: &[f32], words: &mut [u32]) {
     pair_rows_anywhere(level, even, odd, words);
 }
 
-/// Columns that `interleave` takes at most.
+/// The maximum number of columns for `interleave`.
 pub const COLUMNS_MAX: usize = 512;
 
 /// Step `step` of columns `columns` of x (m, k): the values of that row, or rows 2 `step` and 2 `step` + 1 rounded and
@@ -133,7 +133,7 @@ pub fn interleave(
     tile: usize,
 ) {
     let mut line = [0u32; COLUMNS_MAX];
-    // Row by row: the hardware foresees long rows, and the tiles stay in the second-level cache.
+    // Row by row, because the hardware prefetches long rows, and the tiles stay in the second-level cache.
     for (at, step) in steps.enumerate() {
         let (whole, rest) = words_at(level, arithmetic, x, k, step, columns, &mut line).as_chunks::<ROWS>();
         for (words, to) in whole.iter().zip(tiles[at * ROWS..].chunks_mut(tile)) {
@@ -147,7 +147,7 @@ pub fn interleave(
     }
 }
 
-/// Starts fetching `len` values into the second-level cache; any address will do.
+/// Starts to fetch `len` values into the second-level cache. The address may be invalid.
 #[inline]
 pub fn prefetch(from: *const f32, len: usize) {
     #[cfg(target_arch = "x86_64")]

@@ -6,7 +6,7 @@ use crate::device::simd::level;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Chains of one measuring loop: enough to hide the latency of the instruction, few enough for the registers.
+/// The number of chains in a measuring loop: enough to hide the instruction's latency, few enough for the registers.
 const CHAINS: usize = 12;
 const CHAINS_DOT: usize = 24;
 
@@ -86,7 +86,8 @@ pub fn bf16_gflops(rounds: usize) -> Option<f64> {
     None
 }
 
-/// Reads `data` once with all threads, each a contiguous part; in GB/s. Larger than the caches, it is the memory.
+/// Reads `data` once with all threads, each a contiguous part, and returns GB/s. With data larger than the caches, this
+/// is the rate of the memory.
 pub fn read_gbs(data: &[f32]) -> f64 {
     let threads = pool().threads();
     let level = level();

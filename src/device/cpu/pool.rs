@@ -1,8 +1,8 @@
 //! A fork-join pool for kernels of microseconds. A waiting thread spins for a moment, then sleeps. Yielding instead
 //! would cost milliseconds each time if another program wants its core.
 //!
-//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. On a
-//! null device none is done.
+//! Work is divided by thread number, never by load, and no kernel's arithmetic depends on the number of threads. A
+//! null device does no work.
 
 use crate::device::null;
 use crate::sys::affinity;
@@ -17,7 +17,7 @@ type Job = *const (dyn Fn(usize) + Sync);
 
 /// Spins before the caller sleeps, and before its workers sleep until the next call: about 20 and 100 us.
 const SPINS: [u32; 2] = [1_000, 5_000];
-/// Both, if there are more threads than cores.
+/// The same numbers if there are more threads than cores.
 const CROWDED: [u32; 2] = [64; 2];
 
 struct Shared {
@@ -25,7 +25,7 @@ struct Shared {
     left: AtomicU32,
     job: UnsafeCell<Option<Job>>,
     spins: [u32; 2],
-    /// Workers that sleep on `epoch`, and whether the caller does on `left`.
+    /// The number of workers that sleep on `epoch`, and whether the caller sleeps on `left`.
     asleep: AtomicU32,
     caller_sleeps: AtomicBool,
     quit: AtomicBool,
@@ -73,8 +73,8 @@ impl Pool {
         null::device().map_or(self.workers.len() + 1, |device| device.threads)
     }
 
-    /// Calls `f(0) .. f(threads - 1)`, each once, and returns when all are done. While another thread is inside `run`
-    /// (only tests do that) the caller does all shares itself; the result is the same.
+    /// Calls `f(0) .. f(threads - 1)`, each once, and returns when all are done. While another thread is inside `run`,
+    /// which happens only in tests, the caller does all shares itself. The result is the same.
     ///
     /// # Panics
     /// If a share panics.
@@ -145,7 +145,7 @@ impl Pool {
         });
     }
 
-    /// Calls `f` with each row of `width` values of a slice, as `ranges`.
+    /// Calls `f` with each row of `width` values of a slice, on the threads of `ranges`.
     pub fn rows<T: Send>(&self, slice: &mut [T], width: usize, small: bool, f: &(dyn Fn(usize, &mut [T]) + Sync)) {
         let (rows, shares) = (slice.len() / width.max(1), Shares::new(slice));
         self.ranges(rows, 1, small, &|range| {

@@ -52,7 +52,8 @@ impl Values for u16 {
 }
 
 /// C[i][lane] = start + sum_k A[i][k] B[k][lane], one ascending chain of fused multiply-adds per element, for
-/// i < rows, lane < lanes. C's rows have room for whole vectors; lanes past `lanes` get a product with zero or nothing.
+/// i < rows, lane < lanes. C's rows have room for whole vectors. Lanes past `lanes` get a product with zero, or are not
+/// written.
 #[derive(Clone, Copy, Debug)]
 pub struct Product {
     pub rows: usize,
@@ -86,7 +87,7 @@ impl<const KS: usize, B: Values> Kernel for Over<KS, B> {
     unsafe fn work<V: Vector>(&self, _: &mut [f32]) {
         // SAFETY: promised to `multiply`.
         unsafe {
-            // Wide registers are twice as many.
+            // There are twice as many wide registers.
             if V::LANES == 16 {
                 product_by::<V, 8, KS, B>(self.0, &self.1);
             } else {
@@ -128,7 +129,7 @@ unsafe fn product_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: 
 #[inline(always)]
 unsafe fn rows_by<V: Vector, const MR: usize, const KS: usize, B: Values>(b: *const B, p: &Product, row: usize) {
     let mut lane = 0;
-    // SAFETY: the first loop's tiles are whole; the last one has as many vectors as are left, masked if need be.
+    // SAFETY: the first loop's tiles are whole; the last one has the remaining vectors, masked if necessary.
     unsafe {
         while lane + 2 * V::LANES <= p.lanes {
             tile::<V, MR, 2, KS, false, B>(b, p, row, lane);
@@ -152,7 +153,7 @@ unsafe fn tile<V: Vector, const MR: usize, const NV: usize, const KS: usize, con
     row: usize,
     lane: usize,
 ) {
-    // SAFETY: A[row + i][k], B[k][lane ..] (masked where PART) and C[row + i][lane ..] (whole vectors) are in bounds.
+    // SAFETY: A[row + i][k], B[k][lane ..] (masked if PART) and C[row + i][lane ..] (whole vectors) are in bounds.
     unsafe {
         let mut sums = [[V::splat(0.0); NV]; MR];
         let c = p.c.add(row * p.c_stride + lane);

@@ -6,11 +6,11 @@ use super::scratch::with_scratch;
 use crate::device::null;
 use crate::device::simd::{level, leveled};
 
-/// Elements below which one thread is faster than waking the others.
+/// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 14;
-/// Lanes of a sum over a group, whatever the vector width of the machine.
+/// Lanes of a sum over a group, for every vector width.
 const LANES: usize = 32;
-/// Tokens whose part of dw is summed together; parts are added in order.
+/// The number of tokens whose part of dw is summed together. Parts are added in order.
 const CHUNK: usize = 64;
 
 /// sum_i x[i] a[i] b[i], in lanes i % LANES, each ascending, folded by halves.

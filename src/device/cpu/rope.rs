@@ -3,9 +3,9 @@
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
 
-/// Elements below which one thread is faster than waking the others.
+/// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 14;
-/// Pairs turned together.
+/// The number of pairs that are rotated together.
 const LANES: usize = 8;
 
 /// Angles of the positions: cos and sin, [position][half].
@@ -14,7 +14,7 @@ pub struct Angles<'a> {
     pub half: usize,
     pub cos: &'a [f32],
     pub sin: &'a [f32],
-    /// Turn by the opposite angle.
+    /// Whether to rotate by the opposite angle.
     pub back: bool,
 }
 
@@ -58,7 +58,7 @@ fn rotate_head<const BACK: bool>(first: &mut [f32], second: &mut [f32], cos: &[f
     let (cos, cos_rest) = cos.as_chunks::<LANES>();
     let (sin, sin_rest) = sin.as_chunks::<LANES>();
     for (((first, second), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        // Copies: the compiler need not fear that one write changes what another reads.
+        // Copies, so that the compiler knows that writes do not change later reads.
         let (mut a, mut b) = (*first, *second);
         for i in 0..LANES {
             (a[i], b[i]) = turn(a[i], b[i], c[i], s[i]);

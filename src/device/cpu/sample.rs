@@ -1,7 +1,7 @@
 //! Sampling on the CPU: rows in parallel, one pass of exponentials per row, an inverse-CDF walk by tiles.
 //!
-//! Legend: x logit, e = exp((x - max) / temperature), so the likeliest token has e = 1. Every sum has one order,
-//! whatever instruction set runs it: 16 lanes within a tile, tiles and then tokens ascending in f64.
+//! Legend: x logit, e = exp((x - max) / temperature), so the likeliest token has e = 1. Every sum has one order with
+//! all instruction sets: 16 lanes within a tile, tiles and then tokens ascending in f64.
 
 use super::exp::exp;
 use super::lanes;
@@ -12,11 +12,11 @@ use crate::experience::SamplingMask;
 use std::cell::RefCell;
 
 const LANES: usize = 16;
-/// Tokens whose e are summed in lanes; the walk adds tile by tile, then token by token within one tile.
+/// The number of tokens whose e are summed in lanes. The walk adds tile by tile, then token by token within one tile.
 const TILE: usize = 256;
-/// Tokens that are represented by their maximum in the search for the k-th largest logit.
+/// The number of tokens that their maximum represents in the search for the k-th largest logit.
 const BLOCK: usize = 64;
-/// Number of logits below which dividing rows over threads costs more than it saves.
+/// The number of logits below which dividing rows over threads costs more than it saves.
 const SHARED_LOGITS_MIN: usize = 8192;
 
 /// Order of the filters: bias, repetition penalty, temperature, top-k, top-p, min-p.
@@ -266,8 +266,8 @@ fn edit(logits: &[f32], row: &SampleRow, edited: &mut Vec<f32>) {
     }
 }
 
-/// The k-th largest value of x (0 < k < len), by way of block maxima: at least k values reach the k-th largest
-/// maximum, and only blocks whose maximum reaches it hold any.
+/// The k-th largest value of x (0 < k < len), by block maxima: at least k values reach the k-th largest maximum, and
+/// only blocks whose maximum reaches it contain any of them.
 fn kth_largest(level: Level, x: &[f32], k: usize, maxima: &mut Vec<f32>, values: &mut Vec<f32>) -> f32 {
     let descending = |a: &f32, b: &f32| b.total_cmp(a);
     maxima.clear();
@@ -389,7 +389,7 @@ fn draw(e: &[f32], tiles: &[f32], uniform: f32) -> (usize, f64) {
             }
         }
     }
-    // A tile's sum in lanes may exceed its sum token by token by a rounding: then its last token is meant.
+    // A tile's sum in lanes may exceed its sum token by token by rounding. Then its last token is sampled.
     (last, total)
 }
 
@@ -400,7 +400,7 @@ leveled! {
 }
 
 leveled! {
-    /// e = exp((x - max) / temperature) where x reaches `x_min`, else 0; and the sums of the tiles.
+    /// e = exp((x - max) / temperature) if x reaches `x_min`, else 0; and the sums of the tiles.
     fn exponentials(x: &[f32], max: f32, inverse_temperature: f32, x_min: f32, e: &mut [f32], tiles: &mut [f32]) {
         for ((x, e), tile) in x.chunks(TILE).zip(e.chunks_mut(TILE)).zip(tiles) {
             for (e, &x) in e.iter_mut().zip(x) {
@@ -425,7 +425,7 @@ leveled! {
 }
 
 leveled! {
-    /// For each level, the sum of the e above it.
+    /// The sum of the e above each level.
     fn mass_above(e: &[f32], levels: [f32; 4]) -> [f64; 4] {
         let mut masses = [0.0f64; 4];
         for tile in e.chunks(TILE) {
@@ -441,7 +441,7 @@ leveled! {
     /// The e in (low, high] with their tokens.
     fn collect_within(e: &[f32], low: f32, high: f32, found: &mut Vec<(f32, u32)>) {
         for (b, block) in e.chunks(BLOCK).enumerate() {
-            // Few blocks hold any: looking for one has no branch, so it runs in lanes.
+            // Few blocks contain any. The test for one has no branch, so it is vectorized.
             if block.iter().fold(0, |any, &e| any | (u8::from(e > low) & u8::from(e <= high))) != 0 {
                 let within = |(i, &e): (usize, &f32)| (e > low && e <= high).then_some((e, (b * BLOCK + i) as u32));
                 found.extend(block.iter().enumerate().filter_map(within));

@@ -10,7 +10,7 @@ thread_local! {
     static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes that a thread keeps once it worked in `len` values.
+/// Bytes that a thread keeps after it has worked in `len` values.
 pub fn bytes(len: usize) -> usize {
     len.div_ceil(16).next_power_of_two() * size_of::<Line>()
 }
@@ -18,7 +18,7 @@ pub fn bytes(len: usize) -> usize {
 /// Calls `f` on `len` values of this thread, 64-byte aligned and with arbitrary contents.
 ///
 /// # Panics
-/// If `f` asks for scratch itself.
+/// If `f` requests scratch itself.
 pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     LINES.with_borrow_mut(|lines| {
         let needed = len.div_ceil(16);
@@ -39,7 +39,7 @@ pub fn taken(len: usize) -> usize {
 pub struct Rest<'a>(pub &'a mut [f32]);
 
 impl<'a> Rest<'a> {
-    /// Splits `taken(len)` values off, and gives the first `len` of them.
+    /// Splits `taken(len)` values off, and returns the first `len` of them.
     pub fn take_slice(&mut self, len: usize) -> &'a mut [f32] {
         let (part, tail) = std::mem::take(&mut self.0).split_at_mut(taken(len));
         self.0 = tail;

@@ -10,7 +10,7 @@ use crate::device::simd::{Level, level, leveled};
 use crate::experience::SamplingMask;
 
 const LANES: usize = 64;
-/// Values of several rows below which one thread does them all.
+/// The number of values below which one thread computes all rows.
 pub(super) const SERIAL_BELOW: usize = 4096;
 
 /// Statistics of z = logits * inverse_temperature.
@@ -108,8 +108,8 @@ pub(super) fn floored(d: f32) -> f32 {
 
 /// max, sum_exp and dot of `row` * `inverse_temperature` (positive), on the calling thread.
 pub fn row_stats(level: Level, row: &[f32], inverse_temperature: f32) -> RowStats {
-    // Scaling by a positive number keeps the order, so this is the largest scaled value. Finite where a mask leaves
-    // nothing of a part.
+    // Scaling by a positive number keeps the order, so this is the largest scaled value. It is finite even if a mask
+    // removes all tokens of a part.
     let max = (row_max(level, row) * inverse_temperature).max(f32::MIN);
     let (sum_exp, dot) = row_sums(level, row, inverse_temperature, max);
     RowStats { inverse_temperature, max, sum_exp, dot }

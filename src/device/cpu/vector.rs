@@ -1,12 +1,12 @@
 //! Vectors of f32 as registers, for kernels written once and compiled per instruction set.
 //!
-//! Every operation acts on lanes alone. So the result of a kernel whose sums run in lanes modulo `BLOCK`, folded by
-//! halves, has the same bits for every width.
+//! Every operation acts on each lane separately. So the result of a kernel whose sums run in lanes modulo `BLOCK`,
+//! folded by halves, has the same bits for every width.
 
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
 
-/// Lanes that a row of scores has, a multiple of every vector's width.
+/// The number of lanes in a row of scores, a multiple of every vector's width.
 pub const BLOCK: usize = 32;
 /// 1.5 * 2^23: adding it leaves the nearest integer in the low bits of the sum.
 pub const ROUND: f32 = 12_582_912.0;
@@ -28,7 +28,7 @@ pub trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
-    /// The other where either is NaN, as `min`.
+    /// `other` if either is NaN, as in `min`.
     unsafe fn max(self, other: Self) -> Self;
     unsafe fn min(self, other: Self) -> Self;
     /// self * factor + sum, rounded once.
@@ -52,12 +52,12 @@ pub trait Vector: Copy {
     unsafe fn reduce_max(self) -> f32;
     /// to[i * to_stride + j] = from[j * from_stride + i] for i, j < 8.
     unsafe fn transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
-    /// Asks for the cache line of an address, valid or not.
+    /// Prefetches the cache line of an address, which may be invalid.
     unsafe fn prefetch(at: *const f32);
     /// Same as `prefetch`, into the second-level cache, for values that are needed later.
     unsafe fn prefetch_far(at: *const f32);
-    /// Does `kernel` in a function of its own, compiled for these instructions: called from others, it saves their
-    /// registers once.
+    /// Runs `kernel` in a function of its own that is compiled for these instructions. Calls from other functions save
+    /// their registers only once.
     unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]);
 }
 
@@ -69,9 +69,9 @@ pub trait Kernel {
     unsafe fn work<V: Vector>(&self, scratch: &mut [f32]);
 }
 
-/// Does `kernel` with the registers of `level`, in `scratch_len` values of scratch.
+/// Runs `kernel` with the registers of `level`, in `scratch_len` values of scratch.
 pub fn run(level: Level, scratch_len: usize, kernel: &impl Kernel) {
-    // The scratch comes first: closures of the standard library are not compiled for the level.
+    // The scratch is taken first, because closures of the standard library are not compiled for the level.
     with_scratch(scratch_len, |scratch| run_in(level, kernel, scratch));
 }
 
@@ -111,7 +111,7 @@ pub unsafe fn copy<V: Vector>(from: *const f32, to: *mut f32, n: usize) {
     }
 }
 
-/// Asks for the cache lines of `n` values, some of which may lie outside of any allocation.
+/// Prefetches the cache lines of `n` values, some of which may be outside of any allocation.
 ///
 /// # Safety
 /// Same as `Vector`, except for the address.
@@ -214,7 +214,7 @@ impl Vector for f32 {
     method! { prefetch_far(_at: *const f32) -> () {} }
     method! { load_halves(from: *const u16) -> Self { f32::from_bits(u32::from(*from)) } }
     method! { load_part_halves(from: *const u16, n: usize) -> Self { if n > 0 { Self::load_halves(from) } else { 0.0 } } }
-    // Apart, so that its registers are not saved where wider ones do the work.
+    // A separate function, so that callers with wider registers do not save its registers.
     #[inline(never)]
     unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
         // SAFETY: promised by the caller.

@@ -17,7 +17,7 @@ pub struct Decays {
 }
 
 impl Decays {
-    /// Parts as (end, weight decay), in order: each begins where the one before ends, the first at 0.
+    /// Parts as (end, weight decay), in order: each begins at the end of the previous one, the first at 0.
     pub fn from_parts(parts: &[(usize, f32)]) -> Self {
         assert!(parts.is_sorted_by_key(|(end, _)| *end), "adamw: the ends of the parts must ascend");
         let ends: Vec<u64> = parts.iter().map(|(end, _)| *end as u64).collect();
@@ -28,9 +28,9 @@ impl Decays {
 }
 
 /// g scaled; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p -= lr (m/bias1 / (sqrt(v/bias2) + eps) + decay p); w = p
-/// rounded. p, g, m, v f32 and w bf16, all of the length of `decays`; a launch for all parts. Elementwise, with the
-/// CPU's bits: the result is the same however a parameter is cut. Any alignment; fast where all begin at multiples of
-/// 16 bytes.
+/// rounded. p, g, m, v f32 and w bf16, all of the length of `decays`, in one launch. Elementwise, with the CPU's bits:
+/// the result does not depend on the division of a parameter. Any alignment; fast if all begin at multiples of 16
+/// bytes.
 pub fn step(mut p: ViewMut, g: View, mut m: ViewMut, mut v: ViewMut, mut w: ViewMut, decays: &Decays, update: &Update) {
     const OP: &str = "adamw::step";
     let len = decays.len;

@@ -1,6 +1,6 @@
 //! Causal grouped-query attention over packed rows, and over blocks of keys that are passed around a ring.
 //!
-//! Packed: one span a sequence (`SpanTable::packed`). Ring: a table for each wave of spans. Equations as in
+//! Packed rows have one span per sequence (`SpanTable::packed`). A ring has one table for each pass. Equations as in
 //! `ops/attention.rs`; gradients in `attention_backward`.
 
 use super::gpu::{Arg, gpu};
@@ -18,7 +18,7 @@ use std::sync::OnceLock;
 const BLOCK: usize = 128;
 /// Limit on the keys of a span, rows and positions, so that sums of them fit in an i32.
 const LENGTH_MAX: usize = 1 << 28;
-/// The window that means no window.
+/// The value that means no window.
 const NO_WINDOW: usize = 1 << 29;
 
 /// Spans that share no row of q and no key, cut into tiles, on the GPU. Made once, for all layers of a shape.
@@ -79,7 +79,7 @@ impl SpanTable {
         }
     }
 
-    /// One span a sequence; `cu_seqlens` = [0, end of sequence 0, ...].
+    /// A table with one span per sequence; `cu_seqlens` = [0, end of sequence 0, ...].
     pub fn packed(cu_seqlens: &[usize], shape: &AttentionShape) -> Self {
         Self::new(&Span::whole(cu_seqlens), shape)
     }
@@ -88,7 +88,7 @@ impl SpanTable {
         self.backward.get_or_init(|| KeyTiles::new(&self.spans, &self.shape))
     }
 
-    /// The window of keys as kernels take it.
+    /// The window of keys, as an argument of kernels.
     pub(super) fn window(&self) -> Arg {
         dim(TABLE, self.shape.window.map_or(NO_WINDOW, |window| window.min(NO_WINDOW)))
     }

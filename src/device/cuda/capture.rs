@@ -83,7 +83,7 @@ impl Gpu {
     /// The captured graph, or the reason why there is none; and the memory that was freed within the capture.
     pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Vec<Run>) {
         let steps = self.call(|| self.end_capture()).map_err(|error| error.message);
-        // What failed first is why the rest did.
+        // The first failure is the cause of the others.
         let steps = match self.capture.end() {
             Some(why) => Err(why),
             None => steps,
@@ -115,7 +115,7 @@ impl Gpu {
             // SAFETY: handles that live; the graph holds the memory that its kernels use.
             let status = unsafe { sys::cuGraphLaunch(graph.0.0, self.stream(Stream::Compute)) };
             let is_full = status == CUresult::CUDA_ERROR_OUT_OF_MEMORY;
-            // Nothing is lost with that: another way does the same.
+            // Without graphs, the same kernels run one by one.
             let hint = "set rollout.graphs = false to start the same kernels one by one";
             check("cuGraphLaunch", status).map_err(|error| if is_full { error.hint(hint) } else { error })
         };

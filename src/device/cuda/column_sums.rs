@@ -1,11 +1,11 @@
-//! Gradients of vectors: each block leaves the sum of its rows, then these are added in one order.
+//! Gradients of vectors: each block writes the sum of its rows, and these sums are then added in a fixed order.
 
 use super::gpu::gpu;
 use super::memory::{Memory, ViewMut};
 use super::shape::count;
 use crate::dtype::DType;
 
-/// Columns of a block: a lane each.
+/// Columns of a block, one per lane.
 const COLUMNS: usize = 32;
 
 /// y[c] += the sum over the first `blocks` rows of `parts`, rows of y.len() f32 values.

@@ -150,12 +150,12 @@ impl CublasLt {
         if self.version < 100_000 { self.version / 1000 } else { self.version / 10_000 }
     }
 
-    /// `12.2.5`
+    /// The version as text: `12.2.5`.
     pub fn version_name(&self) -> String {
         version_name(self.version)
     }
 
-    /// `cuBLASLt 12.2.5 (libcublasLt.so.12)`
+    /// Describes the library: `cuBLASLt 12.2.5 (libcublasLt.so.12)`.
     pub fn describe(&self) -> String {
         format!("cuBLASLt {} ({})", self.version_name(), self.path.display())
     }
@@ -305,8 +305,8 @@ impl CublasLt {
         let Product { how, matrices: [a_layout, b_layout, d_layout] } = *of;
         let (one, beta) = (1.0f32, if adds { 1.0f32 } else { 0.0 });
         let (one, beta) = (ptr::from_ref(&one).cast(), ptr::from_ref(&beta).cast());
-        // SAFETY: handles that live; the caller holds matrices of the described sizes, and a workspace that belongs to the
-        // stream and has as many bytes.
+        // SAFETY: handles that live; the caller holds matrices of the described sizes, and a workspace of the stream
+        // with as many bytes.
         let status = unsafe {
             (self.functions.matmul)(
                 handle.0,
@@ -331,7 +331,7 @@ impl CublasLt {
     }
 }
 
-/// `12.2.5`; releases before 11.10 count in steps of 1000 and 100.
+/// Formats a version: `12.2.5`. Releases before 11.10 count in steps of 1000 and 100.
 fn version_name(version: usize) -> String {
     match version {
         v @ 100_000.. => format!("{}.{}.{}", v / 10_000, v / 100 % 100, v % 100),

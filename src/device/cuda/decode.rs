@@ -41,7 +41,7 @@ pub struct DecodeSlot {
     pub stops: [u32; 2],
     /// The start of its pages in the list of all rows.
     pub pages: u32,
-    /// 1: nothing is done for it.
+    /// 1 if the row has ended, so nothing is done for it.
     pub ended: u32,
     /// The range of its seen tokens, each once, in the list of all rows, if they are penalized. After them is room for
     /// all tokens that it may sample.
@@ -49,7 +49,7 @@ pub struct DecodeSlot {
 }
 
 impl DecodeSlot {
-    /// A row that fills up a batch.
+    /// A row that pads a batch.
     pub fn idle() -> Self {
         Self { ended: 1, ..Self::default() }
     }
@@ -203,7 +203,7 @@ impl DecodeState {
         let (decode, prefill) = if is_decoding(shape) { (rows, 0) } else { (0, rows) };
         let group = group_of(shape);
         assert!(group <= prefill_rows(shape), "decode: too many heads ({group}) share a key/value head");
-        // A graph is for all lengths.
+        // A graph must support all lengths.
         let longest_of_all = self.room.pages.min(self.cache_pages) * PAGE;
         SequenceTable {
             sequences: self.sequences.clone(),

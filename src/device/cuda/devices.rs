@@ -18,14 +18,14 @@ pub struct Properties {
     pub capability: (u32, u32),
     /// The shared memory that one block may ask for.
     pub shared_bytes_max: usize,
-    /// `0000:3b:00.0`.
+    /// The PCI address: `0000:3b:00.0`.
     pub pci: String,
     /// Its NUMA node, if the system knows it.
     pub numa: Option<usize>,
 }
 
 impl Properties {
-    /// `GPU 0 at 0000:3b:00.0`, as this process counts.
+    /// The number in this process, and the PCI address: `GPU 0 at 0000:3b:00.0`.
     pub fn address(&self) -> String {
         format!("GPU {} at {}", self.index, self.pci)
     }

@@ -5,7 +5,7 @@
 pub struct Source {
     pub name: &'static str,
     pub text: &'static str,
-    /// Whether it holds kernels, rather than what they share.
+    /// Whether it has kernels; otherwise it is a header.
     pub is_unit: bool,
 }
 
@@ -44,7 +44,7 @@ pub fn images(arch: &str) -> impl Iterator<Item = &'static Image> {
     CUBINS.iter().chain(PTX).filter(move |image| image.arch == arch)
 }
 
-/// `14 sources, 80 kernels; cubins for sm_80 and sm_90a, PTX for compute_80, by nvcc 13.0.88`.
+/// Describes the parts: `14 sources, 80 kernels; cubins for sm_80 and sm_90a, PTX for compute_80, by nvcc 13.0.88`.
 pub fn describe() -> String {
     let sources = format!("{} sources, {} kernels", units().count(), KERNELS.len());
     if CUBINS.is_empty() {

@@ -262,8 +262,8 @@ impl Products {
     fn choose(&self, shape: &Shape, product: &Product) -> Outcome<Algorithm> {
         let [a, b, c, d, bias] = shape.aligns;
         if bias > 0 {
-            // The choice looks at its alignment, and is kept for all biases of the class: no more than theirs is
-            // promised.
+            // The choice depends on the alignment, and is kept for all biases of the class. So the address has only
+            // their alignment.
             self.library.set_bias(product, PROMISED + u64::from(bias))?;
         }
         self.library.choose(self.handle, product, [a, b, c, d], WORKSPACE_BYTES)
@@ -271,7 +271,7 @@ impl Products {
 
     /// Sets a plan to m rows. The result depends on m alone, not on earlier GEMMs.
     fn fit(&self, shape: &Shape, plan: &mut Plan, m: usize) -> Outcome<()> {
-        // If a step of this fails, the next call begins again.
+        // If any call below fails, the next call sets everything again.
         plan.at.0 = 0;
         for matrix in shape.of_m_columns() {
             self.library.set_columns(&plan.product, matrix, m)?;

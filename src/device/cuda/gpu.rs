@@ -201,11 +201,12 @@ impl Gpu {
         self.call(calls).unwrap_or_else(|error| std::panic::panic_any(error.within(doing())))
     }
 
-    /// `GPU 0 at 0000:3b:00.0`
+    /// The number and the PCI address: `GPU 0 at 0000:3b:00.0`.
     pub fn name(&self) -> String {
         self.properties.address()
     }
 
+    /// The name of the GPU and the latest kernels:
     /// `GPU 0 at 0000:3b:00.0; kernels started last: rope_rotate, attention_forward_64`.
     fn name_and_last(&self) -> String {
         let recent = lock(&self.recent).iter().copied().collect::<Vec<_>>().join(", ");

@@ -186,7 +186,7 @@ fn compiled_arch(capability: (u32, u32)) -> std::result::Result<String, String> 
 /// The reason why there are none.
 fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, String), String> {
     let arch = embedded_arch(capability).ok_or_else(|| too_old(capability))?;
-    // Memory of its own is aligned for whatever the driver reads; bytes in the binary are not. PTX ends in 0.
+    // A copy in its own allocation is aligned as the driver needs; bytes in the binary are not. PTX ends in 0.
     let images: Images = embedded::images(arch).map(|image| (image.source, [image.bytes, &[0]].concat())).collect();
     if images.is_empty() {
         return Err(format!("the binary has no kernels for {arch}: {COMPILER}"));
@@ -203,7 +203,7 @@ pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
     !has_cubins || major_of(COMPILER).is_none_or(|major| major > driver.0)
 }
 
-/// `nvcc 13.0.88` is of CUDA 13.
+/// The major CUDA version of a compiler: 13 for `nvcc 13.0.88`.
 fn major_of(compiler: &str) -> Option<i32> {
     compiler.split_whitespace().next_back()?.split('.').next()?.parse().ok()
 }

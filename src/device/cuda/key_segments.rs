@@ -1,4 +1,4 @@
-//! Runs of keys, at whose ends all attention kernels cut a row: the same as in `cuda/key_segments.cuh`.
+//! Runs of keys: all attention kernels cut a row at their ends, as in `cuda/key_segments.cuh`.
 
 use super::gpu::Arg;
 use super::memory::Memory;

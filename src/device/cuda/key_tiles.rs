@@ -26,8 +26,8 @@ impl KeyTiles {
     pub(super) fn new(spans: &[Span], shape: &AttentionShape) -> Self {
         let step = keys(shape.head_dim);
         let mut sorted: Vec<&Span> = spans.iter().collect();
-        // Heaviest first, so that the GPU ends evenly; tiles of a span side by side, as they share rows in the cache,
-        // and ascending, as a tile waits for those before it alone.
+        // The heaviest spans are first, so that all multiprocessors end together. Tiles of a span are adjacent, because
+        // they share rows in the cache. They ascend, because a tile waits only for earlier ones.
         sorted.sort_by_key(|span| std::cmp::Reverse(span.tokens * span.keys));
         let (mut blocks, mut eights) = (0, 0);
         let mut words = Vec::new();
@@ -38,7 +38,7 @@ impl KeyTiles {
                 words.extend([row, tokens, past, key_row]);
                 words.extend([span.keys - at, at, blocks, eights].map(|n| to_i32(TABLE, n)));
             }
-            // A tile that is alone waits for none, and has the whole sum.
+            // A single tile waits for no other tile, and has the whole sum.
             if span.keys > step {
                 blocks += span.tokens.div_ceil(ROWS);
                 eights += span.tokens.div_ceil(EIGHT);

@@ -154,7 +154,7 @@ pub(super) fn group_of(shape: &AttentionShape) -> usize {
 }
 
 impl SequenceTable {
-    /// Rows of the batch are those of the sequences, one after the other.
+    /// Creates the table. Rows of the batch are those of the sequences, one after the other.
     pub fn new(sequences: &[PagedSequence], shape: &AttentionShape) -> Self {
         let decoding = |s: &&PagedSequence| s.tokens > 0 && s.tokens * group_of(shape) <= DECODE_ROWS;
         let (rows, longest) = (sequences.iter().filter(decoding).count(), sequences.iter().filter(decoding));

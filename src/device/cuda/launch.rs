@@ -56,7 +56,8 @@ impl Gpu {
         self.call(|| {
             // The driver blocks the host if too much work is queued.
             let _waiting = waiting("a kernel launch");
-            // SAFETY: a place for each argument, of which little-endian machines read the first bytes; views hold their bounds.
+            // SAFETY: an address for each argument, from which little-endian machines read the first bytes; views hold
+            // their bounds.
             let status = unsafe {
                 let (places, none) = (places.as_mut_ptr(), ptr::null_mut());
                 sys::cuLaunchKernel(function, x, y, z, block, 1, 1, shared, self.queue(), places, none)

@@ -36,8 +36,8 @@ impl Pair<'_> {
         ]
     }
 
-    /// Two sums over each row, in the form of statistics with max 0 and target 0, so that those of parts add up as
-    /// these do: the sums of the CPU's `Pair::sums`. A row's bits depend on nothing but the row.
+    /// Two sums over each row, in the form of statistics with max 0 and target 0, so that the sums of parts add up like
+    /// statistics. They are the sums of the CPU's `Pair::sums`. A row's bits depend only on the row.
     pub fn sums(&self, of: Divergence, sums: &mut Memory) {
         const OP: &str = "linear_divergence::sums";
         let args = [&self.args(OP, of)[..], &[self.of_teacher.arg(), sums.arg_mut()]].concat();

@@ -17,7 +17,7 @@ pub(super) const STATS_BYTES: usize = 16;
 pub(super) const GRADIENT_COLUMNS: usize = 8192;
 /// Rows per block, if each thread has one row.
 const ROWS: usize = 128;
-/// Wider rows need more shared memory than a block has.
+/// The largest vocabulary: wider rows need more shared memory than a block has.
 pub const VOCABULARY_MAX: usize = 1 << 20;
 
 pub(super) fn check(op: &str, logits: Matrix) {
@@ -44,7 +44,7 @@ pub fn stats_room(rows: usize) -> Memory {
 }
 
 /// The statistics of each row of z = logits * `inverse_temperature`, and the logit at its target (0 if there is none).
-/// A row's bits depend on nothing but the row.
+/// A row's bits depend only on the row.
 pub fn stats(logits: Matrix, inverse_temperature: f32, places: &Memory, stats: &mut Memory) {
     const OP: &str = "linear_logprob::stats";
     check(OP, logits);
@@ -71,7 +71,7 @@ pub fn read(stats: &Memory, inverse_temperature: f32, mut logprobs: ViewMut, ent
     gpu().launch("linear_logprob_read", [rows.div_ceil(ROWS), 1, 1], ROWS, 0, &args);
 }
 
-/// For each of `top.len()` rows, 1 if no token is likelier than the target, else 0.
+/// Writes to `top`, for each row, 1 if no token is likelier than the target, else 0.
 pub fn top(stats: &Memory, inverse_temperature: f32, mut top: ViewMut) {
     let rows = top.len();
     let args = [stats.arg(), rows.into(), Arg::F32(inverse_temperature), top.arg(DType::F32)];

@@ -75,8 +75,8 @@ macro_rules! kernel_of_tile {
     };
 }
 
-/// The number of large tiles from which they are used: two of them run on each of an A100's 108 multiprocessors at a
-/// time, and about two thirds of that is where they begin to win (estimated, not measured).
+/// The number of large tiles from which they are used. Each of an A100's 108 multiprocessors runs two of them at a
+/// time. They begin to win at about two thirds of that number (estimated, not measured).
 const LARGE_FROM: usize = 144;
 /// Columns up to which narrow tiles are used: 128 tiles with 64 columns leave an A100 less than two blocks per
 /// multiprocessor (estimated, not measured).
@@ -198,8 +198,8 @@ impl Tile {
         }
     }
 
-    /// The kernel of a gated linear unit. Wide tiles have none, nor have tiles of many rows, for which one more launch costs no
-    /// visible time.
+    /// The kernel of a gated linear unit. Wide tiles have none. Neither have tiles of many rows, for which one more
+    /// launch costs no visible time.
     fn glu_kernel(self, activation: Activation) -> Option<&'static str> {
         let has = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Narrow32, Self::Narrow64].contains(&self);
         let kernel = match activation {

@@ -15,7 +15,7 @@ thread_local! {
     static OWNER: Cell<&'static str> = const { Cell::new("activations") };
 }
 
-/// Does `work`, whose GPU memory counts as `owner`'s. If there is not enough, the error names the owners and their
+/// Runs `work`, whose GPU memory counts as `owner`'s. If there is not enough, the error names the owners and their
 /// bytes.
 pub fn owned_by<R>(owner: &'static str, work: impl FnOnce() -> R) -> R {
     let before = OWNER.replace(owner);
@@ -235,7 +235,7 @@ impl<'a> ViewMut<'a> {
         (before, behind)
     }
 
-    /// Replaces the values by those of the host, rounded where the dtype is narrower.
+    /// Replaces the values by those of the host, rounded if the dtype is narrower.
     pub fn write(&mut self, values: &[f32]) {
         assert_eq!(self.len(), values.len(), "host values must fit {self:?}");
         match self.dtype() {

@@ -5,7 +5,7 @@ use super::memory::{Memory, View};
 use super::shape::THREADS;
 use crate::dtype::DType::F32;
 
-/// Blocks of values per block of threads: a warp each.
+/// Blocks of values per block of threads, one per warp.
 const BLOCKS: usize = THREADS / 32;
 
 /// One f64 sum per block of `block` values of `x` (f32; the last block may be shorter), with the bits of the CPU's,

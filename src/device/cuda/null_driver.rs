@@ -7,7 +7,7 @@ use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUdeviceptr, CUfuncti
 use std::cell::Cell;
 use std::ffi::c_int;
 
-/// CUDA 12.8.
+/// The version that it reports: CUDA 12.8.
 pub const VERSION: c_int = 12_080;
 /// The maximum threads of a block, on every GPU.
 const THREADS_MAX: c_int = 1024;
@@ -37,7 +37,7 @@ pub fn address(bytes: usize) -> CUdeviceptr {
 /// `to` is the start of `bytes` bytes.
 pub unsafe fn read(to: *mut u8, bytes: usize) {
     if bytes <= ZEROED_MAX {
-        // SAFETY: what the caller promises.
+        // SAFETY: promised by the caller.
         unsafe { to.write_bytes(0, bytes) };
     }
 }

@@ -1,9 +1,9 @@
 //! Values in pinned host memory that are onloaded while the GPU needs them. Their copies run at the same time as
 //! kernels, each direction on a stream of its own.
 //!
-//! Memory of the GPU belongs to the compute stream, so a copy waits for the work that stream already has. After an
-//! onload, work submitted from `HostCopy::wait` on waits for the copy; after an offload, whatever takes the memory next
-//! does (`free_behind`). Nothing else waits.
+//! Memory of the GPU belongs to the compute stream, so a copy waits for earlier work of that stream. After an onload,
+//! work that is submitted after `HostCopy::wait` waits for the copy. After an offload, the next user of the memory
+//! waits for it (`free_behind`). Nothing else waits.
 
 use super::gpu::{Gpu, Stream, gpu};
 use super::memory::Memory;
@@ -75,7 +75,7 @@ impl HostCopy {
     pub fn onload(&mut self) -> Memory {
         let bytes = self.pinned.0.bytes;
         let memory = Memory::scratch_for(Stream::Up, bytes);
-        // After the copy that brought them here.
+        // The copy that brought the values here must end first.
         if let Some(down_copy) = &self.down_copy {
             gpu().hold_on(Stream::Up, down_copy);
         }
@@ -131,7 +131,7 @@ impl Gpu {
         let bytes = self.pool().size_of(address) as u64;
         let run = address..address + bytes;
         if self.works.keep(run.clone()) {
-            // It is given back when a work is joined, and then to work on the compute stream.
+            // The memory is freed when that work is joined, and then belongs to the compute stream.
             return self.hold_on(Stream::Compute, end);
         }
         lock(&self.in_flight).push((run, end.clone()));

@@ -65,8 +65,8 @@ const NAMED: usize = 4;
 /// The owner of runs that a graph holds.
 const GRAPHS: &str = "graphs";
 
-/// If set, every run is an allocation of the driver, so that tools that check accesses (compute-sanitizer, the emulated
-/// GPU) see accesses past the end.
+/// The variable that makes every run an allocation of the driver. Tools that check accesses (compute-sanitizer, the
+/// emulated GPU) then see accesses past the end.
 const NO_CACHING: &str = "RLHF_NO_CUDA_MEMORY_CACHING";
 
 impl Default for Pool {
@@ -324,7 +324,7 @@ impl Pool {
         let exact = self.exact && !self.is_null;
         let captured = self.captured.as_mut()?;
         let fits = |(_, (_, other)): &(usize, &Run)| *other == size || (!exact && *other > size);
-        // Of equal ones the last.
+        // If several have the same size, the last one.
         let (at, _) = captured.iter().enumerate().rev().filter(fits).min_by_key(|(_, (_, other))| *other)?;
         let run = captured.remove(at);
         self.disown(run.1, GRAPHS);

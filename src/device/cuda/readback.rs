@@ -35,7 +35,7 @@ impl Pinned {
     /// Memory for `bytes`: the smallest spare run that is large enough. If none is, new memory replaces the spare runs.
     fn kept(bytes: usize) -> Self {
         let mut spare = lock(&SPARE);
-        // That of a null GPU is no one's.
+        // Memory of a null GPU is not shared.
         let count = if null::is_active() { 0 } else { spare.len() };
         if let Some(i) = (0..count).filter(|&i| spare[i].0.bytes >= bytes).min_by_key(|&i| spare[i].0.bytes) {
             return spare.swap_remove(i);

@@ -10,7 +10,7 @@ use crate::dtype::DType::{Bf16, F32};
 const NARROW_MAX: usize = 256;
 /// Widths that a block holds in registers.
 pub const WIDTH_MAX: usize = 16 << 10;
-/// Groups that a block sums dw over, at least: fewer would write more sums than they read values.
+/// The minimum number of groups that a block sums dw over. Fewer groups would write more sums than they read values.
 const EACH_MIN: usize = 8;
 
 /// y = x * rstd * w; x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group
@@ -27,7 +27,7 @@ pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
         let args = [x, w, eps, y, rstd, width, over, Arg::U32(shift), count(OP, groups)];
         return gpu().launch("rmsnorm_forward_narrow", [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
     }
-    // Up to twice eight values a thread: where one is enough, the block is wide enough to hide its waiting.
+    // Up to two times eight values per thread. If eight are enough, the block is wide enough to hide its latency.
     let threads = if n <= 2048 { n / 8 } else { (n / 8).div_ceil(2) };
     let args = [x, w, eps, y, rstd, width, over];
     gpu().launch("rmsnorm_forward", [groups, 1, 1], block(threads, 1024), 0, &args);
@@ -63,14 +63,14 @@ fn reciprocal(n: usize) -> Arg {
     Arg::F32(1.0 / n as f32)
 }
 
-/// How the backward is cut: blocks of `threads`, `each` groups a block.
+/// The division of the backward: blocks of `threads` threads, with `each` groups per block.
 struct Share {
     kernel: &'static str,
     threads: usize,
     each: usize,
 }
 
-/// Enough blocks to fill a GPU; not many more, since each writes a sum of n values.
+/// The division with enough blocks to fill a GPU. More blocks cost time, because each writes a sum of n values.
 fn share(n: usize, groups: usize) -> Share {
     let each = |blocks_max: usize| groups.div_ceil(blocks_max).max(EACH_MIN);
     let eights = n / 8;

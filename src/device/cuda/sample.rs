@@ -72,7 +72,7 @@ impl Rows {
     pub fn from_rows(rows: &[SampleRow]) -> Self {
         let params = rows.iter().map(|row| Params::from(&row.params));
         let none: &[u32] = &[];
-        // Seen tokens are only read where they count.
+        // Kernels read seen tokens only for rows with a penalty.
         let seen = |row: &SampleRow<'_>| row.params.repetition_penalty != 1.0;
         let (seen, of_seen) = lists(rows.iter().map(|row| if seen(row) { row.seen } else { none }));
         let (banned, of_banned) = lists(rows.iter().map(|row| row.banned));
@@ -144,7 +144,7 @@ pub fn share(
     let (len, parts) = (share.len(), ends.bytes() / size_of::<i32>());
     assert!((1..=VOCABULARY_MAX).contains(&v), "{OP}: the vocabulary must be 1 to {VOCABULARY_MAX} (got {v})");
     assert!((1..=PARTS_MAX).contains(&parts), "{OP}: the vocabulary may have 1 to {PARTS_MAX} parts (got {parts})");
-    // Where logits are edited.
+    // Memory for edited logits.
     let mut scratch = Memory::scratch(if rows.edits { len * v * size_of::<f32>() } else { 0 });
     let from = |memory: &Memory, bytes: usize| {
         let first = share.start * bytes / 4;

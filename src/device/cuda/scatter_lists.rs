@@ -14,10 +14,10 @@ pub struct ScatterLists {
 }
 
 impl ScatterLists {
-    /// Row i goes to `keys[i]`: the token of an embedding's gradient, the row of a scatter.
+    /// The lists in which row i belongs to `keys[i]`: the token of an embedding's gradient, or the row of a scatter.
     pub fn from_keys(keys: &[u32]) -> Self {
         let mut rows: Vec<u32> = (0..u32::try_from(keys.len()).expect("rows are counted in 32 bits")).collect();
-        // Stable: rows of one key stay ascending.
+        // The sort is stable, so rows of one key stay ascending.
         rows.sort_by_key(|&i| keys[i as usize]);
         let mut starts: Vec<u32> = (0..rows.len())
             .filter(|&i| i == 0 || keys[rows[i] as usize] != keys[rows[i - 1] as usize])

@@ -26,12 +26,12 @@ pub(super) fn count(op: &str, n: usize) -> Arg {
     Arg::U32(to_u32(op, n))
 }
 
-/// The same of a number that it takes as an int.
+/// The same for a number that a kernel reads as an int.
 pub(super) fn to_i32(op: &str, n: usize) -> i32 {
     i32::try_from(n).unwrap_or_else(|_| panic!("{op}: {n} does not fit the 31 bits of a kernel"))
 }
 
-/// The same as an argument: dims.
+/// A dim as an argument.
 pub(super) fn dim(op: &str, n: usize) -> Arg {
     Arg::I32(to_i32(op, n))
 }

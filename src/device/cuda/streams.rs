@@ -55,7 +55,7 @@ static SPARE: Mutex<Vec<Event>> = Mutex::new(Vec::new());
 impl Marks {
     /// Marks that are not yet recorded.
     pub(super) fn unrecorded() -> Result<Self> {
-        // A null GPU leaves those of the real one where they are.
+        // A null GPU does not reuse events of the real one.
         let kept = || if null_driver::is_active() { None } else { lock(&SPARE).pop() };
         let event = || kept().map_or_else(Event::timed, Ok);
         Ok(Self { events: vec![event()?, event()?], joined: AtomicBool::new(false) })
@@ -81,7 +81,7 @@ impl Marks {
 
 impl Drop for Marks {
     fn drop(&mut self) {
-        // Who waits for one waits for where it was, also when it is recorded elsewhere.
+        // A stream that already waits for an event is not affected when the event is recorded again.
         if !null_driver::is_active() {
             lock(&SPARE).append(&mut self.events);
         }

@@ -162,7 +162,7 @@ macro_rules! functions {
                     return success!($($answer)?);
                 }
                 let functions = OPENED.get().and_then(|opened| opened.as_ref().ok()).expect("`open` is called first");
-                // SAFETY: what the caller promises.
+                // SAFETY: promised by the caller.
                 unsafe { (functions.$name)($($argument),*) }
             }
         )*

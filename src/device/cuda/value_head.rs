@@ -6,13 +6,13 @@ use super::memory::{Memory, View, ViewMut};
 use super::shape::{THREADS, block, check_aligned, check_width, count};
 use crate::dtype::DType::{Bf16, F32};
 
-/// Rows of a block, forward: a warp each.
+/// Rows of a block in the forward, one per warp.
 const ROWS: usize = THREADS / 32;
 /// The maximum blocks that write a sum of dw each, and the minimum rows that they sum over.
 const BLOCKS_MAX: usize = 320;
 const EACH_MIN: usize = 16;
 
-/// values (t) f32 of h (t, d) and w (d) bf16: one fixed order of summation per row, whatever the number of rows.
+/// values (t) f32 of h (t, d) and w (d) bf16. The order of summation in a row does not depend on the number of rows.
 pub fn forward(h: View, w: View, mut values: ViewMut) {
     const OP: &str = "value_head::forward";
     let (t, d) = (values.len(), w.len());

@@ -165,7 +165,7 @@ fn memory_that_copies_still_read_is_reused_only_if_no_other_is_left() {
     assert_eq!(pool.usage.in_use, 10 * MIB);
     let last = allocate(&mut pool, 14 * MIB, &gpu);
     assert!(!runs.contains(&last), "another run was free");
-    // Then the one that left first, and both where one has not the room.
+    // Then the run that was freed first, and both together if one is too small.
     assert_eq!(allocate(&mut pool, 16 * MIB, &gpu), runs[0]);
     pool.give(runs[0], &gpu);
     assert_eq!(allocate(&mut pool, 36 * MIB, &gpu), runs[0]);
