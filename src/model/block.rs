@@ -51,7 +51,7 @@ pub(super) enum Keep {
 }
 
 impl Keep {
-    /// Of attention, and of the MLP.
+    /// The kept parts of attention, and of the MLP.
     fn of_branches(self) -> [KeepBranch; 2] {
         match self {
             Self::Nothing => [KeepBranch::Nothing; 2],

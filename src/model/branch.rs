@@ -11,7 +11,7 @@ pub(super) trait Body {
     /// The activations that the backward needs.
     type Saved;
 
-    /// Everything but the last projection.
+    /// Computes everything but the last projection.
     fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> Self::Saved;
 
     /// x += y. With `keeps`, returns the previous value of x: the sum gets memory of its own.

@@ -40,7 +40,7 @@ pub(super) struct Stored<'a> {
 }
 
 impl Stored<'_> {
-    /// Asks the system to read these elements ahead.
+    /// Makes the system read these elements ahead.
     pub(super) fn will_need(&self, elements: Range<usize>) {
         let byte = |element: usize| self.at + (element * self.dtype.bitsize() / 8).min(self.bytes.len());
         self.map.will_need(byte(elements.start)..byte(elements.end));

@@ -39,7 +39,7 @@ impl TensorPart {
     }
 }
 
-/// How the ranks of the tensor axis share a dim of a tensor, with its sizes. The elements of a vector are one dim.
+/// The division of a dim of a tensor among the ranks of the tensor axis, with its sizes. A vector has one dim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Heads of `head_dim` elements, one for every `group` of the `queries` query heads. Each rank has equally many
@@ -49,7 +49,7 @@ pub enum Cut {
     Even(usize),
     /// Even shares of the vocabulary.
     Vocabulary(usize),
-    /// All on every rank.
+    /// Not divided: every rank holds all of it.
     Whole(usize),
 }
 

@@ -41,8 +41,8 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5). If a file has both, `rope_scaling`
-    /// replaces `rope_parameters`, as in `convert_rope_params_to_dict` of transformers 5.
+    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5). If a file has both,
+    /// `rope_scaling` replaces `rope_parameters`, as in `convert_rope_params_to_dict` of transformers 5.
     ///
     /// # Errors
     /// `Data` for wrong or unsupported values, parameters by layer type, and two different scalings.
@@ -131,7 +131,7 @@ fn kind(p: &Reader) -> Result<String> {
     Ok(p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into()))
 }
 
-/// `scaling`, unless something that `replaced` says would be lost.
+/// Returns `scaling`, unless a setting of `replaced` would be lost.
 fn replacing<'a>(replaced: &Reader, scaling: Reader<'a>, top_theta: Option<f64>) -> Result<Reader<'a>> {
     let theta = replaced.number("rope_theta")?.filter(|theta| *theta != THETA);
     if let Some(theta) = theta.filter(|_| top_theta.is_none())

@@ -36,15 +36,15 @@ pub fn of_tokenizer(dir: &Path) -> Result<Vec<String>> {
 /// The small files of a model directory that may exist: configuration and tokenizer.
 ///
 /// # Errors
-/// As `of_tokenizer`.
+/// The errors of `of_tokenizer`.
 pub fn names(dir: &Path) -> Result<Vec<String>> {
     Ok(["config.json", GENERATION].map(str::to_owned).into_iter().chain(of_tokenizer(dir)?).collect())
 }
 
 /// The file `name` of the model directory `dir`, without links. None if it does not exist, or if it is not the model's
-/// own, which a warning then says. A link leads to a file of the model if that lies in the directory, or among the
-/// `blobs` of the same repository in the cache of Hugging Face. `config.json` is the model's own wherever it lies: only
-/// the description of a model is read as one, and a checkpoint needs it.
+/// own, with a warning. The target of a link is the model's own if it is in the directory, or among the `blobs` of the
+/// same repository in the cache of Hugging Face. `config.json` is always the model's own: only the description of a
+/// model is read as one, and a checkpoint needs it.
 ///
 /// # Errors
 /// `Io` if a link cannot be resolved.
@@ -83,8 +83,8 @@ pub fn warn_of_foreign(dir: &Path) -> Result<()> {
     names(dir)?.iter().try_for_each(|name| own(dir, name).map(drop))
 }
 
-/// Where the files of a snapshot in Hugging Face's cache lie: `models--ORG--NAME/snapshots/REVISION` has links to
-/// `models--ORG--NAME/blobs`.
+/// The directory of the files of a snapshot in Hugging Face's cache: `models--ORG--NAME/snapshots/REVISION` has links
+/// to `models--ORG--NAME/blobs`.
 fn blobs(dir: &Path) -> Option<PathBuf> {
     let snapshots = dir.parent().filter(|above| above.ends_with("snapshots"))?;
     let repository = snapshots.parent()?;

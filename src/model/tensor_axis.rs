@@ -52,7 +52,7 @@ impl Arch {
         Err(Error::usage(message).hint(format!("set tensor to {any_of}{}", works.join(", "))))
     }
 
-    /// The query heads of a layer. Of layers that differ, the greatest common divisor.
+    /// The query heads of a layer. If layers differ, the greatest common divisor of their numbers.
     fn heads_together(&self) -> usize {
         self.attentions().fold(0, |heads, attention| gcd(heads, attention.heads))
     }

@@ -14,7 +14,7 @@ use crate::tensor::{DType, Tensor};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// The count of numbers that ranks exchange for a row: its largest logit, both sums, and the target's logit.
+/// The number of values that ranks exchange for a row: its largest logit, both sums, and the target's logit.
 const NUMBERS: usize = 4;
 
 impl Transformer {
@@ -100,7 +100,7 @@ impl Transformer {
         Memory::from_values(&self.vocabularies().map(|range| range.end as i32).collect::<Vec<_>>())
     }
 
-    /// Samples as `sample` does for the first `rows` rows of `tables`, where all ranks get all tokens.
+    /// Samples as `sample` does, for the first `rows` rows of `tables`. All ranks get all tokens there.
     pub(super) fn draw_on_gpu(
         &self,
         logits: &Tensor,

@@ -20,7 +20,8 @@ pub fn mask() -> Vec<usize> {
 
 /// Moves this thread, and the threads that it starts later, to `cores`. Returns whether the system allowed it.
 pub fn bind(cores: &[usize]) -> bool {
-    // SAFETY: an all-zero set is a value; CPU_SET writes within it for numbers below CPU_SETSIZE; the kernel reads the size given.
+    // SAFETY: an all-zero set is a value; CPU_SET writes within it for numbers below CPU_SETSIZE; the kernel reads the
+    // given size.
     unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
         cores.iter().filter(|core| **core < libc::CPU_SETSIZE as usize).for_each(|&core| libc::CPU_SET(core, &mut set));

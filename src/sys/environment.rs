@@ -16,11 +16,11 @@ unsafe extern "C" {
 }
 
 /// Moves the environment to the heap and clears the copy that the kernel shows. `/proc/PID/environ` is zeros from now
-/// on. Otherwise the child process of a reward could read there keys that its own environment lacks. For
-/// the program itself nothing changes. Call it in `main`, while there is one thread.
+/// on. Otherwise the child process of a reward could read keys there that its own environment lacks. Nothing changes
+/// for the program itself. Call it in `main`, while there is one thread.
 pub fn hide() {
-    // SAFETY: no other thread reads or changes the environment yet. Each string ends with a zero byte and lies in memory
-    // that may be written; the copies live as long as the process, as the strings did.
+    // SAFETY: no other thread reads or changes the environment yet. Each string ends with a zero byte and is in
+    // writable memory. The copies live as long as the process, as the strings did.
     unsafe {
         let mut entry = environ;
         while !entry.is_null() && !(*entry).is_null() {

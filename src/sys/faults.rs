@@ -24,7 +24,7 @@ static ANSWERS: [OnceLock<Answer>; 2] = [OnceLock::new(), OnceLock::new()];
 /// nothing.
 pub fn install(cause: Cause, answer_one: Answer) {
     ANSWERS[cause as usize].get_or_init(|| answer_one);
-    // The handler runs on the thread's alternate stack, which Rust gives every thread, as a stack that is used up needs it.
+    // The handler runs on the alternate stack that Rust gives every thread, because the stack may be used up.
     let replaced = |signal| signals::set(signal, answer as *const () as usize, libc::SA_SIGINFO | libc::SA_ONSTACK);
     BEFORE.get_or_init(|| SIGNALS.map(replaced));
 }
@@ -34,10 +34,10 @@ extern "C" fn answer(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     let address = unsafe { (*info).si_addr() } as usize;
     ANSWERS.iter().filter_map(OnceLock::get).for_each(|answer_one| answer_one(address));
     let index = usize::from(signal == libc::SIGBUS);
-    // A fault between the change of the handler and its note, of another thread, meets the default.
+    // If another thread faults before `BEFORE` is set, the default action applies.
     let before = BEFORE.get().map(|all| all[index]).filter(|before| before.sa_sigaction > libc::SIG_IGN);
-    // SAFETY: the previous handler, called as its flags say; else the default action, which the fault
-    // meets when it is repeated on return.
+    // SAFETY: the previous handler, called as its flags require. Otherwise the default action applies when the fault
+    // repeats on return.
     unsafe {
         match before {
             Some(action) if action.sa_flags & libc::SA_SIGINFO != 0 => {

@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use twox_hash::XxHash3_64;
 
-/// The first bytes of a file that git-lfs has not replaced by its content.
+/// The first bytes of a git-lfs pointer, which has not been replaced by its content.
 const LFS: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// The suffix of unfinished files.
 const PARTIAL: &str = ".partial";
@@ -94,7 +94,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     let what = match () {
         () if kind.is_file() => {
             let mut start = [0; LFS.len()];
-            // It is read at its position, so that the file is unread for the caller.
+            // A read at a position does not move the caller's place in the file.
             let is_pointer = file.read_at(&mut start, 0).is_ok_and(|read| start[..read] == *LFS);
             return if is_pointer { Err(io::Error::other(LfsPointer)) } else { Ok(file) };
         }

@@ -1,6 +1,6 @@
 //! HDF5 files made in memory: the library never writes to a disk.
 //!
-//! After the end that HDF5 knows, a file has a checksum of all its bytes. Other programs ignore it.
+//! A checksum of all bytes follows the end of the file that HDF5 knows. Other programs ignore it.
 
 use super::files::xxh3;
 use super::map::Map;
@@ -27,7 +27,8 @@ pub fn verify(path: &Path) -> error::Result<()> {
 
 /// The bytes of the HDF5 file that `fill` makes for `path`, with their checksum.
 pub fn build_image(path: &Path, fill: impl FnOnce(&File) -> Result<()>) -> Result<Vec<u8>> {
-    // HDF5 identifies open files by name, and would read an existing file: this name lies within a file.
+    // HDF5 identifies open files by name, and would read an existing file. This path is inside a file, so no file
+    // has it.
     let name = path.join("in memory");
     let file =
         File::with_options().with_fapl(|access| access.core_filebacked(false)).create(&*name.to_string_lossy())?;

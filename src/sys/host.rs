@@ -60,7 +60,8 @@ fn format_time(format: &str, seconds: i64, is_local: bool) -> String {
     let Ok(c_format) = CString::new(format) else { return format.to_string() };
     // A width in the format can exceed this: then nothing is written.
     let mut text = vec![0u8; 256 + 64 * format.len()];
-    // SAFETY: an all-zero tm is a value that these functions fill; strftime writes at most the given length and returns how much.
+    // SAFETY: an all-zero tm is a value that these functions fill; strftime writes at most the given length, and
+    // returns the written length.
     let length = unsafe {
         let mut time: libc::tm = std::mem::zeroed();
         if is_local {

@@ -19,7 +19,7 @@ use crate::error::{Error, Kind, Result};
 #[derive(Debug)]
 pub struct Map {
     // An empty file cannot be mapped on every system, so it has no map.
-    // A name is taken back before its map.
+    // Fields are dropped in order: the name before its map.
     inner: Option<(Named, Mmap)>,
 }
 
@@ -38,7 +38,7 @@ impl Map {
         Ok(Self { inner: Some((named, inner)) })
     }
 
-    /// Asks the system to read a range ahead in the background.
+    /// Makes the system read a range ahead in the background.
     pub fn will_need(&self, range: Range<usize>) {
         if let Some((_, inner)) = &self.inner {
             // A failure only means that the system reads later.
@@ -111,7 +111,7 @@ impl Drop for Named {
     }
 }
 
-/// Ends the process with a message if the fault lies in a mapped file. It runs in the fault handler, so it allocates
+/// Ends the process with a message if the fault is in a mapped file. It runs in the fault handler, so it allocates
 /// nothing and takes no lock.
 fn end_where_file_shrank(address: usize) {
     let holds = |slot: &&Slot| {

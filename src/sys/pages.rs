@@ -95,7 +95,7 @@ impl Pages {
         check(at);
         assert!(at < self.bytes && self.file.is_none(), "cannot split a run of {} bytes at {at}", self.bytes);
         let whole = std::mem::ManuallyDrop::new(self);
-        // SAFETY: `at` lies within the run.
+        // SAFETY: `at` is within the run.
         let middle = unsafe { whole.start.add(at) };
         let touched = whole.touched.min(at);
         let tail = Self { start: middle, bytes: whole.bytes - at, file: None, touched: whole.touched - touched };

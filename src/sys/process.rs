@@ -35,8 +35,8 @@ pub enum Broken {
     Io(io::Error),
 }
 
-/// A child with pipes on all three standard streams, in a process group of its own. A thread writes its input and another one reads
-/// its output, so that neither side can block the other.
+/// A child with pipes on all three standard streams, in a process group of its own. One thread writes its input and
+/// another one reads its output, so that neither side can block the other.
 #[derive(Debug)]
 pub struct LineChild {
     child: Child,
@@ -176,7 +176,7 @@ impl LineChild {
         if self.reaped {
             return;
         }
-        // Only the child finds those of its descendants that have left its group.
+        // Only the child can find descendants that have left its group.
         // SAFETY: plain system call; the child is not reaped yet, so its id is still its own.
         unsafe {
             libc::kill(self.child.id() as libc::pid_t, libc::SIGTERM);

@@ -44,7 +44,7 @@ struct Counting;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: every call is the system allocator's, with the caller's own arguments; a call that does not return is allowed.
+// SAFETY: every call goes to the system allocator with the caller's arguments. A call may not return: that is allowed.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         charge(layout.size() as isize);
@@ -121,7 +121,7 @@ pub fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Resu
     run_within(BYTES_MAX, SECONDS_MAX, work)
 }
 
-/// Like `run`, with another limit of memory and of processor time.
+/// Runs `work` like `run`, with other limits of memory and processor time.
 pub fn run_within<T: Send + 'static>(
     bytes_max: usize,
     seconds_max: f64,

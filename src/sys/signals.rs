@@ -3,8 +3,8 @@
 
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The signals that only ask to stop, however often they arrive: Slurm's notice before the time limit, the one of other
-/// batch systems, a closed terminal, and the limit on CPU time, which repeats every second.
+/// The signals that only ask to stop, even if they arrive several times: Slurm's notice before the time limit, that of
+/// other batch systems, a closed terminal, and the limit on CPU time, which repeats every second.
 const NOTICES: [libc::c_int; 4] = [libc::SIGUSR1, libc::SIGUSR2, libc::SIGHUP, libc::SIGXCPU];
 /// The signals whose second one ends the process.
 const REQUESTS: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
@@ -15,15 +15,15 @@ extern "C" fn note(signal: libc::c_int) {
     RECEIVED.store(signal, Ordering::SeqCst);
     if signal == libc::SIGINT {
         let text = b"\nstopping with a checkpoint after this update; press Ctrl-C again to stop at once\n";
-        // SAFETY: a call that a handler may make, of bytes that live for ever.
+        // SAFETY: a call that a handler may make, with bytes that live forever.
         unsafe { libc::write(2, text.as_ptr().cast(), text.len()) };
     }
 }
 
 /// Installs the handlers. Notices and the first SIGTERM or SIGINT only set the flag; a second of these two ends the
 /// process as usual. A hangup that is ignored already, as under nohup, stays ignored. Call it first in `main`, because
-/// an earlier signal kills. A write beyond the limit on file sizes (SIGXFSZ) then fails like a write to a full disk, with
-/// an error that names the file.
+/// an earlier signal kills. A write beyond the limit on file sizes (SIGXFSZ) then fails like a write to a full disk,
+/// with an error that names the file.
 pub fn install() {
     for signal in NOTICES {
         let before = set(signal, note as *const () as usize, libc::SA_RESTART);
@@ -54,7 +54,8 @@ pub fn release() {
 
 /// Sets the action of a signal. Returns the previous one.
 pub(super) fn set(signal: libc::c_int, handler: usize, flags: libc::c_int) -> libc::sigaction {
-    // SAFETY: the structures are zeroed and then filled as sigaction(2) asks; what handlers may do is their authors' care.
+    // SAFETY: the structures are zeroed and then filled as sigaction(2) requires. Callers pass handlers that make only
+    // async-signal-safe calls.
     unsafe {
         let (mut action, mut before): (libc::sigaction, libc::sigaction) = (std::mem::zeroed(), std::mem::zeroed());
         action.sa_sigaction = handler;

@@ -9,8 +9,8 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Writes a line at once, or as much of it as possible. It is text for people wherever it goes, so control characters in
-/// it are always made visible: a log is read on a terminal later.
+/// Writes a line at once, or as much of it as possible. Control characters are always made visible, even in a log:
+/// people read it on a terminal later.
 pub fn line(text: &str) {
     let mut stderr = std::io::stderr().lock();
     let _ = stderr.write_all(format!("{}\n", visible(text)).as_bytes()).and_then(|()| stderr.flush());

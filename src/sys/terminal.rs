@@ -44,7 +44,7 @@ impl Visible {
         shown
     }
 
-    /// What is left at the end.
+    /// The rest at the end of the text.
     pub fn finish(&mut self) -> &'static str {
         if std::mem::take(&mut self.has_return) { RETURN } else { "" }
     }
@@ -59,8 +59,8 @@ fn is_obeyed(c: char) -> bool {
     (c.is_control() && !['\n', '\t'].contains(&c)) || is_direction
 }
 
-/// Whether this process's standard output is shown on a terminal: its own, or the terminal of the launcher. A rank's own
-/// does not count, because Open MPI gives each rank a pseudo-terminal, also if its own output goes to a file.
+/// Whether this process's standard output is shown on a terminal: its own, or the terminal of the launcher. A rank's
+/// own does not count, because Open MPI gives each rank a pseudo-terminal, even if its output goes to a file.
 pub fn shows_stdout() -> bool {
     static SHOWS: OnceLock<bool> = OnceLock::new();
     *SHOWS.get_or_init(|| if is_launched() { of_launcher(1).is_some() } else { io::stdout().is_terminal() })

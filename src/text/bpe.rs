@@ -19,14 +19,14 @@ use tokenizers::{AddedToken, TokenizerBuilder};
 use crate::error::{Error, Result};
 use crate::sys::files;
 
-/// Begins every text; id 0.
+/// The token that begins every text; id 0.
 pub const BOS: &str = "<|begin|>";
-/// Ends every text; id 1.
+/// The token that ends every text; id 1.
 pub const EOS: &str = "<|end|>";
-/// Open a turn of a chat; ids 2 to 4.
+/// The tokens that begin a turn of a chat; ids 2 to 4.
 pub const ROLES: [&str; 3] = ["<|system|>", "<|user|>", "<|assistant|>"];
 
-/// Special tokens and the 256 bytes.
+/// The smallest vocabulary: special tokens and the 256 bytes.
 pub const VOCABULARY_MIN: usize = 5 + 256;
 
 const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\

@@ -1,4 +1,4 @@
-//! How much longer the parts of a `tokenizer.json` can make a text.
+//! The factor by which the parts of a `tokenizer.json` can lengthen a text.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -27,13 +27,13 @@ fn of_value(part: &Value) -> f64 {
         },
         "BPEDecoder" | "BertPreTokenizer" | "ByteFallback" | "Digits" | "Fuse" | "Punctuation" | "Split" | "Strip"
         | "StripAccents" | "Whitespace" | "WhitespaceSplit" => 1.0,
-        // `ByteLevel`: a byte becomes a letter of two bytes, and a space may precede the text. The others: the most that
-        // Unicode lists, for compositions by canonical equivalence, and for letters in lower case.
+        // `ByteLevel`: a byte becomes a letter of two bytes, and a space may precede the text. The others: the maximum
+        // in Unicode, for compositions by canonical equivalence, and for letters in lower case.
         "ByteLevel" | "NFC" | "NFD" | "Lowercase" => 3.0,
         "Prepend" => 1.0 + length(&part["prepend"]),
         // A space becomes one character, and the text may get another.
         "Metaspace" => 8.0,
-        // The file contains all that these add.
+        // Everything that these parts add is in the file.
         _ => 16.0 + part.to_string().len() as f64,
     }
 }

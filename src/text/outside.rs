@@ -1,4 +1,4 @@
-//! What the files next to `tokenizer.json` add to it: tokens, the names of special tokens, and settings of the
+//! Additions of the files next to `tokenizer.json`: tokens, the names of special tokens, and settings of the
 //! tokenizer's class. The rules are those of transformers 5.
 
 use std::path::Path;
@@ -25,7 +25,7 @@ const ADDED: &str = "added_tokens.json";
 const DECODER: &str = "added_tokens_decoder";
 /// Lists of special tokens without a name, or objects of named ones.
 const LISTS: [&str; 3] = ["extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"];
-/// In the order in which new tokens get their ids.
+/// The names of special tokens, in the order in which new tokens get their ids.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// Keys of `tokenizer_config.json` that the program uses.
@@ -69,7 +69,7 @@ const IRRELEVANT: [&str; 41] = [
     "slow_tokenizer_class",
     "from_slow",
     "use_fast",
-    // Its origin, and the code to load it.
+    // The origin of the tokenizer, and the code to load it.
     "name_or_path",
     "tokenizer_type",
     "processor_class",
@@ -82,7 +82,7 @@ const IRRELEVANT: [&str; 41] = [
     "trust_remote_code",
     "transformers_version",
     "unsloth_fixed",
-    // The form of results, and what a template or a parser of answers reads.
+    // The form of results, and the inputs of templates and of answer parsers.
     "model_input_names",
     "use_default_system_prompt",
     "response_schema",
@@ -303,7 +303,7 @@ fn set_prefix_space(inner: &mut Tokenizer, value: bool) -> String {
     format!("prefix {value}")
 }
 
-/// The parts that the class `LlamaTokenizer` sets, whatever `tokenizer.json` has.
+/// Sets the parts that the class `LlamaTokenizer` sets, regardless of `tokenizer.json`.
 fn as_llama(inner: &mut Tokenizer, scheme: PrependScheme) -> tokenizers::Result<()> {
     inner.with_normalizer(None::<NormalizerWrapper>)?;
     inner.with_pre_tokenizer(Some(Metaspace::new('▁', scheme, false)));

@@ -39,9 +39,9 @@ impl Tokenizer {
     /// Reads `dir`: `tokenizer.json`, and if present `tokenizer_config.json`, `special_tokens_map.json`,
     /// `added_tokens.json`, `generation_config.json`, `config.json`, `chat_template.jinja`.
     ///
-    /// End tokens are the tokenizer's `eos_token` and those of `generation_config.json`, or of `config.json` if that file
-    /// names none. The begin token is the tokenizer's `bos_token`. A tokenizer without one (Qwen) has none, even if
-    /// `config.json` names one.
+    /// End tokens are the tokenizer's `eos_token` and those of `generation_config.json`, or of `config.json` if that
+    /// file names none. The begin token is the tokenizer's `bos_token`. A tokenizer without one (Qwen) has none, even
+    /// if `config.json` names one.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = files::if_any(&path, files::read)?.ok_or_else(|| no_tokenizer(dir))?;
@@ -325,8 +325,8 @@ const BYTES_A_BYTE: usize = 256;
 const SECONDS_MAX: f64 = 60.0;
 const SECONDS_A_BYTE: f64 = 2e-5;
 
-/// Like `guarded`, within limits of memory and time that depend on `len`, the length of the input: a few bytes of
-/// `tokenizer.json` can describe gigabytes.
+/// Runs `body` like `guarded`, within limits of memory and time that depend on `len`, the length of the input. A few
+/// bytes of `tokenizer.json` can describe gigabytes.
 fn bounded<T: Send + 'static>(
     path: &Path,
     what: impl Display,

@@ -208,7 +208,7 @@ pub fn bind<const N: usize>(arguments: &[Value], names: [&str; N]) -> Result<[Op
     Ok(bound)
 }
 
-/// An argument that must be an integer. None is as if it were absent.
+/// An argument that must be an integer. None counts as absent.
 pub fn integer(value: Option<&Value>) -> Result<Option<i64>, Error> {
     value.filter(|value| !value.is_none()).map(|value| value.clone().try_into()).transpose()
 }
