@@ -54,8 +54,9 @@ impl Finish {
 }
 
 /// The tokens that filters and bans left for sampling ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section
-/// 3.1), in the smaller of two forms: ascending ids, each as the distance to the previous one, in LEB128 (7 bits per
-/// byte, lowest first), or one bit per token after `BITS`. Empty: the whole vocabulary. Copies share the bytes.
+/// 3.1), in the smaller of two forms. One form has ascending ids, each as the distance to the previous one, in LEB128
+/// (7 bits per byte, lowest first). The other has one bit per token after `BITS`. Empty: the whole vocabulary. Copies
+/// share the bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SamplingMask(Arc<[u8]>);
 

@@ -34,7 +34,7 @@ impl Part<'_> {
         }
     }
 
-    /// Passes its bytes to `take`, piece by piece. `buffer` holds pieces from a GPU.
+    /// Passes its bytes to `take`, piece by piece. `room` holds pieces from a GPU.
     fn each(&self, room: &mut Vec<u8>, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let view = match self {
             Self::Host(bytes) => return bytes.chunks(PIECE).try_for_each(take),

@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Converts a row, whatever its form, into one with `prompt` or `messages`, and `response`.
+/// Converts a row of any form into one with `prompt` or `messages`, and `response`.
 fn scored(row: &Row, by: &str) -> Result<Scored> {
     let value = required(row, by)?;
     let reward = value.as_f64().filter(|reward| reward.is_finite());

@@ -1,8 +1,8 @@
 //! The cost of collectives: calls, bytes and seconds by axis and operation. Also keeps track of collectives in
 //! progress.
 //!
-//! *Exposed* is the time for which a compute thread was blocked: the whole time of a collective that it called itself,
-//! and for one on a stream only the time in `Pending::wait`. The latter is booked under (axis of the stream, name of
+//! *Exposed* is the time for which a compute thread was blocked. For a collective that it called itself, this is the
+//! whole time. For one on a stream it is only the time in `Pending::wait`, booked under (axis of the stream, name of
 //! the stream).
 //!
 //! A collective between GPUs is only launched by the host. Its exposed time is the time for which the compute stream

@@ -132,8 +132,8 @@ fn describe_last_collective() -> String {
     })
 }
 
-/// Whether this rank prints. Ranks that fail at the same time wait for different times, so that the first one's abort
-/// ends the others before they print, even if they share no directory.
+/// Whether this rank prints. Ranks that fail at the same time wait for different times. So the first one's abort ends
+/// the others before they print, even if they share no directory.
 fn is_first(message: &str) -> bool {
     let Some(setting) = SETTING.get() else {
         // Before `install`, failures mostly concern all ranks, and the end of rank 0 ends the others.

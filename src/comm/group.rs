@@ -228,8 +228,9 @@ impl Group {
         channel.reduce_scatter(x, ranges, self.0.rank);
     }
 
-    /// Does the same as `reduce_scatter_sum`, but sums every element in a binary tree over ranks ((x0 + x1) + (x2 +
-    /// x3)) + ..., bitwise, by recursive halving. (IEEE addition commutes, so the order inside a pair does not matter.)
+    /// Does the same as `reduce_scatter_sum`, but sums every element in a binary tree over ranks: ((x0 + x1) + (x2 +
+    /// x3)) + ... It uses recursive halving. The bits are those of the tree, because IEEE addition commutes: the order
+    /// inside a pair does not matter.
     ///
     /// # Panics
     /// If the size of the group is not a power of two.

@@ -50,7 +50,7 @@ fn check(call: &str, code: c_int) {
     }
     let mut text = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut length = 0;
-    // SAFETY: the buffer has the size the standard asks for.
+    // SAFETY: the buffer has the size that the standard requires.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &raw mut length) };
     let bytes: Vec<u8> = text[..length as usize].iter().map(|&c| c as u8).collect();
     panic!("{call}: {}", String::from_utf8_lossy(&bytes));
@@ -151,7 +151,7 @@ impl Comm {
 
     pub(super) fn broadcast<T: Element>(self, root: usize, data: &mut [T]) {
         let (at, n) = (start_mut(data), count(data.len()));
-        // SAFETY: `data` has as many elements as said and lives until this has waited.
+        // SAFETY: `data` has `n` elements and lives until this has waited.
         begun("MPI_Ibcast", |request| unsafe { ffi::MPI_Ibcast(at, n, T::datatype(), root as c_int, self.0, request) })
             .wait();
     }
@@ -159,7 +159,7 @@ impl Comm {
     /// Returns when `data` may change. Short data is mostly sent at once. Otherwise this waits for the receive, which
     /// the receiver must have posted before it sends anything itself.
     pub(super) fn send_short<T: Element>(self, to: usize, tag: i32, data: &[T]) {
-        // SAFETY: `data` has as many elements as said, and the call returns when it was read.
+        // SAFETY: `data` has as many elements as the call names, and the call returns when it was read.
         check("MPI_Send", unsafe {
             ffi::MPI_Send(start(data), count(data.len()), T::datatype(), to as c_int, tag, self.0)
         });

@@ -28,8 +28,8 @@ pub fn plan(lengths: &[usize], data_ranks: usize, tokens_max: usize, cost: &Cost
     }
 }
 
-/// Deals rows of `lengths` tokens to `chunks` shares: the longest row first, each to the share with the fewest tokens,
-/// the first such share on a tie (Graham 1969, LPT). Each share lists its rows in ascending order. Every row is in
+/// Deals rows of `lengths` tokens to `chunks` shares, the longest row first. Each goes to the share with the fewest
+/// tokens, the first one on a tie (Graham 1969, LPT). Each share lists its rows in ascending order. Every row is in
 /// exactly one share. With fewer rows than shares, some are empty. A pure function of its arguments.
 pub fn deal(lengths: &[usize], chunks: usize) -> Vec<Vec<usize>> {
     assert!(chunks > 0, "balance::deal: rows are dealt to at least one chunk");

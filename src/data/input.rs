@@ -26,9 +26,9 @@ pub fn is_rows(path: &Path) -> bool {
     is_file_of_rows(path) || (path.is_dir() && !is_shard())
 }
 
-/// The files of a path: the path itself, or the files in a folder. A folder is either a folder of `save_to_disk` (a
-/// dataset, or several with their splits), or a folder of Parquet or JSON files, whose names or folders may give their
-/// splits: `train-00000-of-00002.parquet`, `test/rows.jsonl`.
+/// The files of a path: the path itself, or the files in a folder. A folder of `save_to_disk` has a dataset, or several
+/// with their splits. A folder of Parquet or JSON files may name splits by files or folders:
+/// `train-00000-of-00002.parquet`, `test/rows.jsonl`.
 pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
     if path.is_dir() { folder::files_in(path) } else { Ok(vec![InputFile { path: path.to_owned(), split: None }]) }
 }

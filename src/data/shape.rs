@@ -1,4 +1,4 @@
-//! The shape of a row: its prompt and its answers in one form, whatever names and forms data sets use.
+//! The shape of a row: its prompt and its answers in one form, for all names and forms that data sets use.
 
 use serde_json::{Map, Value, json};
 
@@ -13,7 +13,7 @@ use crate::text::kind_of;
 pub(super) enum Content {
     Text(String),
     Ids(Vec<u32>),
-    /// Messages with `role` and `content`, whatever their names in the row.
+    /// Messages with `role` and `content`, which may have other names in the row.
     Messages(Vec<Value>),
 }
 

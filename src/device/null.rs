@@ -324,7 +324,7 @@ pub fn back(bytes: usize) {
 
 /// Memory outside of the arena, until it is dropped.
 #[derive(Debug, Default)]
-#[must_use = "what is dropped counts no more"]
+#[must_use = "dropped memory no longer counts"]
 pub struct Held {
     owner: &'static str,
     bytes: usize,

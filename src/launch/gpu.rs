@@ -165,8 +165,8 @@ fn start(config: &Config, world: &World, found: Found) -> Result<()> {
         pool::set_threads(pool::pool().threads().min(cores.len()));
     }
     let open = || Gpu::open(index).map_err(|error| error.within(seen[index].address())).map(Some);
-    // If kernels must be compiled, the first rank of each host does, and the others find them in the cache of our NVRTC
-    // or of the driver.
+    // If kernels must be compiled, the first rank of each host compiles them. The others find them in the cache of our
+    // NVRTC or of the driver.
     let compiles = world.group().any(must_compile(seen[index].capability, driver));
     let is_first = !world.hosts[..world.rank].contains(&world.hosts[world.rank]);
     let first = world.group().agree(if !compiles || is_first { open() } else { Ok(None) })?;

@@ -1,6 +1,6 @@
-//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has a full copy, on the
-//! device of the actor in a job with the same settings, with the same errors and after the same self-test. GEMMs are
-//! exact, so a log-probability is bit-identical in every batch and to the one that sampling recorded.
+//! A model that is not trained, for the verbs `generate`, `logprobs` and `reward`. Each rank has a full copy. Device,
+//! errors and self-test are those of the actor in a job with the same settings. GEMMs are exact, so a log-probability
+//! is bit-identical in every batch and to the one that sampling recorded.
 
 use super::gpu;
 use crate::comm::World;
@@ -55,8 +55,8 @@ impl InferenceModel {
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 
-    /// Bytes that the KV cache may take for `requests` of `beams` sequences each: on a GPU the memory that forwards
-    /// leave free, on a CPU half of this rank's share of the free memory.
+    /// Bytes that the KV cache may take for `requests` of `beams` sequences each. On a GPU this is the memory that
+    /// forwards leave free, on a CPU half of this rank's share of the free memory.
     pub fn cache_bytes(&self, config: &RolloutConfig, requests: &[Request], beams: usize) -> u64 {
         if self.weights.device() == Device::Cuda {
             let are_edited = requests.iter().any(Request::edits_logits);

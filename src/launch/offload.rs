@@ -33,7 +33,7 @@ impl Run {
         owned_by(owner(role.name), || role.weights.onload());
     }
 
-    /// Offloads the weights of a model that is not trained, if the job says so.
+    /// Offloads the weights of a model that is not trained, if the job asks for it.
     pub fn offload_weights(&self, role: &mut Role) {
         if self.roles_wait() {
             role.weights.offload(false);
@@ -46,7 +46,7 @@ impl Run {
         self.offload(Offload::Roles, role.weights.buffers_mut())
     }
 
-    /// Moves buffers into files, if the job says so. All ranks of the placement call this.
+    /// Moves buffers into files, if the job asks for it. All ranks of the placement call this.
     pub(super) fn offload<'a>(&self, what: Offload, mut buffers: impl Iterator<Item = &'a mut Buffer>) -> Result<()> {
         if self.device == Device::Cuda || !self.config.mesh.offload.contains(&what) {
             return Ok(());

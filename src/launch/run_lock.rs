@@ -20,7 +20,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_RETRY: Duration = Duration::from_millis(50);
 
 /// The output directory of a start: `job.dir`. A dry run does not change that. It has its own directory in the nearest
-/// existing one above, which is the same on every host, and shows whether the job may write there.
+/// existing parent, which is the same on every host. This shows whether the job may write there.
 pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     if !dry_run {
         return job_dir.to_path_buf();

@@ -1,8 +1,8 @@
 //! Causal grouped-query attention with optional sliding window, over packed sequences and over a paged KV cache.
 //!
 //! o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j <= t of the same sequence (and j > t - window).
-//! Keys are processed in blocks of `PAGE` tokens aligned to the start of the sequence, ascending, with online softmax
-//! (arXiv:2205.14135), so packed training, prefill in any chunking, and decode agree bitwise.
+//! Keys are processed in ascending blocks of `PAGE` tokens, aligned to the start of the sequence, with online softmax
+//! (arXiv:2205.14135). So packed training, prefill in any chunking, and decode agree bitwise.
 
 pub use super::attention_shape::{AttentionShape, PAGE, PagedSequence, Span, flops, pairs};
 use super::attention_shape::{check, check_heads, delta, note_backward, note_pairs};

@@ -1,8 +1,8 @@
 //! Attention over blocks of keys, which are passed around the ranks of the sequence axis (arXiv:2310.01889).
 //!
 //! A block (2t, g*e) contains the keys of a rank's rows, followed by their values. Its gradients are f32 in the same
-//! places. (sum, lse) hold the result over the blocks so far: the softmax over their keys, in f32 on every device, and
-//! ln of the sum of exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1), o =
+//! layout. (sum, lse) hold the result over the blocks so far: the softmax over their keys, in f32 on every device, and
+//! the log-sum-exp of the scaled scores. The keys of the next block are merged in: l = ln(exp l0 + exp l1), o =
 //! exp(l0 - l) o0 + exp(l1 - l) o1 (arXiv:2205.14135, section 3.1). The order of the blocks affects the last bits of
 //! f32. A GPU rounds the same values to bf16 as without a ring: probabilities as factors, and o once, at the end.
 

@@ -1,6 +1,5 @@
-//! Memory and time of a job before it runs: the memory of each rank in each phase, tensor by tensor, the seconds of
-//! each phase, and the best layout. It needs the configuration, config.json and the lengths of the data's rows, but no
-//! weights.
+//! Memory and time of a job before it runs: the memory of each rank in each phase by tensor, the seconds of each phase,
+//! and the best layout. It needs the configuration, config.json and the lengths of the data's rows, but no weights.
 //!
 //! - `rows` determines the lengths of rows: from the data, from the command line, or the longest.
 //! - `null` counts the memory and work of a rank by running the job itself on a null device.

@@ -1,5 +1,5 @@
-//! The seconds of a step on one rank, from the operations and collectives that a null device counted: floor = max(FLOPs
-//! / peak, bytes / peak) at the device's peaks, prediction = floor / efficiency. (Roofline: Williams, Waterman,
+//! The seconds of a step on one rank, from the operations and collectives that a null device counted. At the device's
+//! peaks, floor = max(FLOPs / peak, bytes / peak), and prediction = floor / efficiency. (Roofline: Williams, Waterman,
 //! Patterson 2009.) Collectives take their bytes over the slowest link that the group crosses, and a latency for each
 //! call and message. Time that overlaps with computation is not counted. Norms, rotations and softmax are not counted,
 //! but are part of the efficiency.

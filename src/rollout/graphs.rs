@@ -15,9 +15,9 @@
 //!
 //! - They have the same requests, the same schedule (`Engine::make_cache` agrees on its pages) and the same sampled
 //!   tokens in each step. Each row is sampled by one rank, with the counter (step, prompt, sample, token) as its key,
-//!   and gathered to all. So `Live`, `Scheduler` and the tables are equal on all ranks before each step, and so are all
-//!   decisions that depend only on them: which sequences decode (`batch`), the bucket and the rest of the `Shape` of
-//!   each step, where a row ends, and when a batch ends (`take`). An error of `take` occurs on all of them as well.
+//!   and gathered to all. So `Live`, `Scheduler` and the tables are equal on all ranks before each step. Decisions that
+//!   depend only on them are equal, too: the sequences that decode (`batch`), the `Shape` of each step, and the ends of
+//!   rows and of batches (`accept_draws`). An error of `accept_draws` occurs on all ranks.
 //! - Facts that only one rank may know are shared by MPI, at the same step on all ranks: that its caller wants to end
 //!   (`goes_on`, every `ASKED_EVERY` steps), that its weights have moved (`make_room`), and that a capture failed
 //!   (`capture`).
@@ -198,7 +198,7 @@ impl Run<'_> {
 
     /// Whether a further step may be started. The caller of `decode` has checked before the first one.
     fn goes_on(&mut self, batch: &DecodeBatch, asks: bool, hooks: &Hooks) -> bool {
-        // The results of a step come before its later ones are skipped.
+        // A null device needs the results of a step before it skips the following steps.
         if batch.is_over || (asks && self.steps != DecodeSteps::All) {
             return false;
         }

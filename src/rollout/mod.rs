@@ -191,9 +191,9 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
     Ok(all)
 }
 
-/// The maximum GPU memory of a rank of `tensor`, apart from weights and cache, while it answers `samples` requests. It
-/// covers the forward that reads prompts while other sequences decode, the memory of decode graphs without their small
-/// tables, and logits that are changed before sampling if they `are_edited`.
+/// The maximum GPU memory of a rank of `tensor`, except weights and cache, while it answers `samples` requests. It
+/// covers the forward that reads prompts while other sequences decode, and the memory of decode graphs without their
+/// small tables. If logits `are_edited` before sampling, it also covers their copy.
 pub fn forward_bytes(arch: &Arch, tensor: usize, rollout: &RolloutConfig, samples: usize, are_edited: bool) -> u64 {
     let (part, rows) = (TensorPart::fullest(arch, tensor), samples.min(rollout.batch_max));
     let row = cost::forward_values(arch, part);

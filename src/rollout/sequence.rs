@@ -18,8 +18,8 @@ pub struct Limits {
 const FINISHED_MIN: usize = 8;
 
 impl Limits {
-    /// The expected number of new tokens of a sequence, after `finished` sequences with `new_tokens` in all: a quarter
-    /// more than their mean, or than the mean of earlier sequences. `None` if nothing is known.
+    /// The expected number of new tokens of a sequence, after `finished` sequences with `new_tokens` in all. It is a
+    /// quarter more than their mean, or than the mean of earlier sequences. `None` if there is no mean.
     pub fn expected_new(&self, finished: usize, new_tokens: usize) -> Option<usize> {
         let mean = if finished < FINISHED_MIN { self.new_tokens_before } else { Some(new_tokens / finished) };
         mean.map(|mean| mean * 5 / 4 + 1)

@@ -33,8 +33,8 @@ pub fn bind(cores: &[usize]) -> bool {
 pub type MaskAndNode = (Vec<usize>, Option<usize>);
 
 /// The share of rank `me` of a host in the cores of its GPU's node. The ranks with GPUs on that node divide its cores,
-/// and hardware threads of a core stay together. `None` if the launcher bound the rank, which then lacks cores that
-/// another rank has, or if the system does not report the cores of the node.
+/// and hardware threads of a core stay together. `None` if the system does not report the cores of the node, or if the
+/// launcher bound the rank, so that it lacks cores that another rank has.
 pub fn near(ranks: &[MaskAndNode], me: usize) -> Option<Vec<usize>> {
     near_in(Path::new("/sys/devices/system"), ranks, me)
 }

@@ -30,9 +30,9 @@ impl Map {
         if bytes == 0 {
             return Ok(Self { inner: None });
         }
-        // SAFETY: the files mapped here are shards, weights and committed checkpoints, which this program replaces by
-        // rename and never writes in place, so the mapped bytes do not change. Only `u8` is read
-        // through the map, of which every value is valid; a file that someone else truncates ends the process.
+        // SAFETY: the files mapped here are shards, weights and committed checkpoints. This program replaces them by
+        // rename and never writes in place, so the mapped bytes do not change. Only `u8` is read through the map, of
+        // which every value is valid. A file that someone else truncates ends the process.
         let inner = unsafe { Mmap::map(&file) }.map_err(|e| Error::io("map", path, &e))?;
         let named = Named::new(inner.as_ptr_range(), path);
         Ok(Self { inner: Some((named, inner)) })
@@ -49,7 +49,7 @@ impl Map {
     /// Releases the memory of the bytes read so far. Reading them again uses the file or the page cache.
     pub fn release(&self) {
         if let Some((_, inner)) = &self.inner {
-            // SAFETY: the map is of a file and only read, so pages that are dropped come back with the same bytes.
+            // SAFETY: the map is of a file and only read, so dropped pages are read again with the same bytes.
             let _ = unsafe { inner.unchecked_advise(UncheckedAdvice::DontNeed) };
         }
     }

@@ -1,5 +1,5 @@
-//! Memory for tensors: 64-byte aligned buffers that are kept when dropped and reused, so that steady-state steps
-//! neither ask the system for memory nor cause page faults.
+//! Memory for tensors: 64-byte aligned buffers. Dropped buffers are kept and reused, so steady-state steps neither ask
+//! the system for memory nor cause page faults.
 //!
 //! The plan can reproduce these rules:
 //!

@@ -141,7 +141,7 @@ impl Flat {
 
 /// Values on their way to the host.
 #[derive(Debug)]
-#[must_use = "`take` returns the values"]
+#[must_use = "`into_values` returns the values"]
 pub enum Later {
     Cpu(Buffer),
     Cuda(Late),

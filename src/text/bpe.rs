@@ -96,7 +96,7 @@ pub fn train_bpe(texts: &[String], vocabulary: usize, out: &Path, others: &[&str
 }
 
 /// Replaces the tokenizer in `out`, and removes its `others`. At each moment the directory has the old tokenizer, none
-/// or the new one, because one without `tokenizer.json` has none: that file is removed first and appears last.
+/// or the new one: `tokenizer.json` is removed first and appears last, and a directory without it has no tokenizer.
 fn write(out: &Path, settings: &str, tokenizer: &str, others: &[&str]) -> Result<()> {
     fs::create_dir_all(out).map_err(|e| Error::io("create", out, &e))?;
     let path = out.join(TOKENIZER);

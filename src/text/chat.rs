@@ -1,7 +1,7 @@
 //! Chat templates: the Jinja text that a model directory carries, rendered as `transformers` renders it.
 //!
-//! A template comes from outside, so it is compiled and rendered in a sandbox: no files, no imports, a limited number
-//! of instructions, a limited output, and a thread with limited memory, stack and time.
+//! Templates are foreign code, so they are compiled and rendered in a sandbox without files and imports. The number of
+//! instructions and the output are limited, and so are memory, stack and time of the thread.
 
 use std::io;
 use std::path::Path;

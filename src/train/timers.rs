@@ -40,8 +40,8 @@ impl Timers {
         result
     }
 
-    /// Metrics of a step: the longest wait, the slowest rank's time divided by the mean of its placement, and for each
-    /// placement the share of the step for which it waited for others. All ranks call this.
+    /// Metrics of a step: the longest wait, the slowest rank's time divided by the mean of its placement, and each
+    /// placement's share of the step in which it waited for others. All ranks call this.
     pub fn values(&self, ranks: &Ranks) -> Vec<(&'static str, f64)> {
         let exposed = comm::exposed_seconds() - self.exposed_before;
         let idle = (exposed_to_placements() - self.apart_before) / self.start.elapsed().as_secs_f64();

@@ -232,7 +232,7 @@ unsafe fn start<const STEP: u8, const MR: usize, const NV: usize, const PACKED: 
             // SAFETY: this function is compiled for, and called with, AVX512-BF16; bounds are promised to `run`.
             unsafe { shape.work::<std::arch::x86_64::__m512>(&mut []) }
         }
-        // SAFETY: the step says that the processor has AVX512-BF16.
+        // SAFETY: this kind of step exists only if the processor has AVX512-BF16.
         return unsafe { dot(shape) };
     }
     run_in(level, shape, &mut []);

@@ -1,4 +1,4 @@
-//! Sums of squares in f64, in one order: element i of a block belongs to lane i mod 32, each lane ascends, then the
+//! Sums of squares in f64, in one order. Element i of a block belongs to lane i mod 32, and each lane ascends. Then the
 //! upper half of the lanes is added to the lower half until one is left.
 
 use super::lanes;

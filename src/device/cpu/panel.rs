@@ -30,7 +30,7 @@ leveled! {
     }
 }
 
-/// x rounded to bf16, neighbours paired; an odd end is paired with 0.
+/// x rounded to bf16, neighbors paired; an odd end is paired with 0.
 pub fn to_words(level: Level, x: &[f32], words: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if level.bf16_dot() {

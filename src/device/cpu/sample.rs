@@ -308,8 +308,8 @@ impl Cut {
     }
 }
 
-/// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole: bracketed by counting mass
-/// above a few levels at a time, then found among the tokens within the bracket.
+/// The border of the smallest set, likeliest first, whose mass reaches `top_p` of the whole. The mass above a few
+/// levels at a time brackets the border. Then it is found among the tokens within the bracket.
 fn nucleus(level: Level, e: &[f32], tiles: &[f32], top_p: f32, candidates: &mut Vec<(f32, u32)>) -> Cut {
     /// Maximum passes over the row; only rows of equal values need this many, and end with many candidates.
     const PASSES: usize = 10;

@@ -2,8 +2,8 @@
 //!
 //! The capture mode is relaxed. The stricter modes forbid calls that other code may make during a capture. The arena
 //! may ask the driver for memory, and NCCL connects GPUs and allocates memory at its first calls of a kind. Decoding
-//! steps with collectives have made both calls before (`Tables::rehearse`), so neither is expected. Calls that a replay
-//! would not repeat are rejected here (`Gpu::outside_captures`).
+//! steps with collectives have made both calls before (`DecodeState::rehearse`), so neither is expected. Calls that a
+//! replay would not repeat are rejected here (`Gpu::outside_captures`).
 //!
 //! A kernel or a collective that cannot be captured ends the capture and nothing else. Nothing was run, so the caller
 //! can do the same work without a graph.

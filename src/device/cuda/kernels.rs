@@ -1,5 +1,5 @@
-//! The kernels of a GPU, by name, and the choice of their machine code: the binary's cubins or, for newer GPUs, its PTX
-//! if the driver accepts them, or else the result of the site's NVRTC.
+//! The kernels of a GPU, by name, and the choice of their machine code. The first choice is the binary's cubins or, for
+//! newer GPUs, its PTX. If the driver does not accept them, the site's NVRTC compiles the kernels.
 
 use super::cache;
 use super::devices::Properties;
@@ -134,7 +134,7 @@ fn function(module: CUmodule, name: &str, gpu: &Properties) -> Result<Function> 
     let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
     let has_carveout = AtomicBool::default();
     let function = Function { handle: Handle(handle), threads_max, shared_bytes_max, resources, has_carveout };
-    // Beyond `SHARED_BYTES_BY_DEFAULT` a kernel must say that it wants them.
+    // More than `SHARED_BYTES_BY_DEFAULT` needs this request.
     function.set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes_max as c_int)?;
     Ok(function)
 }
@@ -195,7 +195,7 @@ fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, Strin
     Ok((images, format!("the binary's {kind} for {arch}")))
 }
 
-/// Whether the driver or NVRTC has to compile for this GPU, as far as that is known before loading: a driver does not
+/// Whether the driver or NVRTC has to compile for this GPU, as far as that is known before loading. A driver does not
 /// load cubins of a later CUDA major version than its own.
 pub fn must_compile(capability: (u32, u32), driver: (i32, i32)) -> bool {
     let has_cubins =

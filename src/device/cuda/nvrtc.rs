@@ -132,7 +132,7 @@ impl Nvrtc {
         // SAFETY: a program that was compiled; writes a number.
         self.check(size_of, unsafe { size(program, &raw mut bytes) })?;
         let mut all = vec![0u8; bytes];
-        // SAFETY: room for as many bytes as the library said.
+        // SAFETY: room for as many bytes as the library returned.
         self.check(get, unsafe { copy(program, all.as_mut_ptr().cast()) })?;
         Ok(all)
     }

@@ -35,7 +35,7 @@ impl HostCopy {
         host_copy
     }
 
-    /// Same as `of`, for values that came from here. If they have not changed, nothing is copied.
+    /// Same as `offload_from`, for values that came from here. If they have not changed, nothing is copied.
     pub fn offload(&mut self, memory: &mut Memory, have_changed: bool) {
         self.wait();
         if have_changed {

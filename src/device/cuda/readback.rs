@@ -62,7 +62,7 @@ const BYTES_MIN: usize = 64 << 10;
 
 /// f32 numbers on their way to the host.
 #[derive(Debug)]
-#[must_use = "the numbers are there when `take` returns"]
+#[must_use = "the numbers are there when `wait_values` returns"]
 pub struct Late {
     /// `None` once they were taken.
     pinned: Option<Pinned>,

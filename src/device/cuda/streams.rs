@@ -1,5 +1,5 @@
-//! Operations that are under way on the streams of the GPU: work on other streams than the compute stream, copies that
-//! read memory that is already free, and a capture.
+//! Operations in progress on the streams of the GPU: work on other streams than the compute stream, copies from memory
+//! that is already free, and a capture.
 
 use super::null_driver;
 use super::staging::Event;

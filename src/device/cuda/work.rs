@@ -79,8 +79,8 @@ impl Gpu {
         self.must(|| format!("waiting for the {stream:?} stream"), wait);
     }
 
-    /// Seconds that the compute stream needs for the work that `work` starts, between two of its own events: without
-    /// the host's time to start and to wait. The host waits.
+    /// Seconds that the compute stream needs for the work that `work` starts, between two of its own events. They do
+    /// not include the host's time to start and to wait. The host waits.
     ///
     /// # Panics
     /// If a graph is being captured.

@@ -84,9 +84,9 @@ impl Method for Kto {
         Ok(Self { reference: Reference::new(reference) })
     }
 
-    /// Returns the reference model's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs: each
-    /// prompt with the response of the next row, the last one with the first row's response. None of this is learned
-    /// from.
+    /// Returns the reference model's sums, and KL = max(0, mean of sum_t (l - l_ref)) over mismatched pairs. A pair is
+    /// a prompt with the response of the next row, or for the last row with that of the first. No gradient flows
+    /// through them.
     fn precompute(
         &mut self,
         run: &Run,

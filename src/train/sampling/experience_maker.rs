@@ -47,9 +47,9 @@ pub struct RolloutModels<'a> {
     pub reference: Option<&'a mut Role>,
 }
 
-/// The experience of a step in the order of prompts and samples, the same on all ranks, and its metrics, including the
-/// means of the extra values that rewards returned. After an error the samples have no scores. The error is `Stopped`
-/// if ranks were asked to stop before everything was ready.
+/// The experience of a step in the order of prompts and samples, the same on all ranks, and its metrics. These include
+/// the means of the extra values that rewards returned. After an error the samples have no scores. The error is
+/// `Stopped` if ranks were asked to stop before everything was ready.
 pub type Collected = (Vec<Experience>, Result<Metrics>);
 
 /// Answers and scores `prompts` from index `first` on. Responses in `finished` are kept. Responses reach all ranks over
