@@ -215,8 +215,8 @@ fn recomputing<R>(job: &Job, recompute: Recompute, plan: impl FnOnce(&Job) -> R)
 }
 
 /// Chooses the layout. On CPUs a run assumes the longest rows that the job allows, because it has not read its data
-/// yet, and longer rows may follow. So the layout on CPUs depends on lengths that were read only if nothing fits
-/// otherwise. Memory and time always count these lengths.
+/// yet, and longer rows may follow. So on CPUs, known lengths affect the layout only if nothing fits otherwise. They
+/// always affect memory and time.
 fn choose_layout(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     if device.is_cpu() && matches!(job.rows.origin, Origin::Drawn | Origin::Sampled) {
         job.check()?;

@@ -39,9 +39,9 @@ pub fn delta(o: View, d_o: View, shape: &AttentionShape, mut delta: ViewMut) {
     gpu().launch(kernel, [delta.len().div_ceil(block / each), 1, 1], block, 0, &args);
 }
 
-/// Gradients of the rows and keys of the table's spans; others are unchanged. `slopes`: lse, delta (t, h) f32 over all
-/// keys, and d_o. dq (t, h*e), dk and dv (t', g*e), bf16 or f32. If `add` is set for q, or for k and v, their gradients
-/// are f32 and are added to. Keys that no row sees get 0.
+/// Gradients of the rows and keys of the table's spans; others are unchanged. lse and delta (t, h) are f32 over all
+/// keys. dq (t, h*e), dk and dv (t', g*e), bf16 or f32. If `add` is set for q, or for k and v, their gradients are f32
+/// and are added to. Keys that no row sees get 0.
 ///
 /// # Panics
 /// If results in bf16 are to be added to.
