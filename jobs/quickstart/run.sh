@@ -32,12 +32,12 @@ say "the same questions before and after"
 grep -m 8 '"split":"eval"' work/arithmetic.jsonl > work/ask.jsonl
 for model in sft ppo; do
   "$RLHF_HPC" generate --model "work/$model/export" --input work/ask.jsonl --temperature 0 --max-new-tokens 32 \
-    > "work/$model.jsonl" 2> work/generate.log || { cat work/generate.log >&2; exit 1; }
+    --no-chat-template > "work/$model.jsonl" 2> work/generate.log || { cat work/generate.log >&2; exit 1; }
 done
 python3 compare.py work/ask.jsonl work/sft.jsonl work/ppo.jsonl
 
 say "what to try next, in $root"
 program=${RLHF_HPC#"$root/"}
-echo "  $program generate --model jobs/quickstart/work/ppo/export --prompt '58+67='"
+echo "  $program generate --model jobs/quickstart/work/ppo/export --no-chat-template --prompt '58+67='"
 echo "  $program samples jobs/quickstart/work/ppo --worst 5"
 echo "  $program jobs copy grpo"

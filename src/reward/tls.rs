@@ -5,7 +5,9 @@ use crate::error::{Error, Result};
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::CertificateDer;
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
-use std::io::ErrorKind;
+use rustls_native_certs::ErrorKind;
+use std::env;
+use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
@@ -21,11 +23,17 @@ impl Trusted {
     /// Loads the files of `SSL_CERT_FILE` and `SSL_CERT_DIR`, or without them the files of the system.
     ///
     /// # Errors
-    /// `Usage` if there are no certificates.
+    /// `Usage` if there are no certificates, or if the file of `SSL_CERT_FILE` cannot be read.
     pub fn load() -> Result<Self> {
         let found = rustls_native_certs::load_native_certs();
-        if found.certs.is_empty() {
-            let why = found.errors.first().map_or_else(|| "the system has none".to_owned(), ToString::to_string);
+        let file = env::var_os("SSL_CERT_FILE").filter(|file| !file.is_empty());
+        let is_named = |error: &rustls_native_certs::Error| match &error.kind {
+            ErrorKind::Io { path, .. } => file.as_ref().is_some_and(|file| path == file),
+            _ => false,
+        };
+        let wrong = found.errors.iter().find(|error| found.certs.is_empty() || is_named(error));
+        if found.certs.is_empty() || wrong.is_some() {
+            let why = wrong.map_or_else(|| "the system has none".to_owned(), ToString::to_string);
             return Err(Error::usage(format!("https needs trusted certificates: {why}")).hint(HINT));
         }
         Ok(Self(found.certs))
@@ -49,7 +57,7 @@ impl Trusted {
         let mut connection = connection.map_err(|e| Failure::lasting(e.to_string()))?;
         connection.complete_io(&mut stream).map(drop).map_err(|e| match e.get_ref() {
             Some(inner) if inner.is::<rustls::Error>() => Failure::lasting(e.to_string()),
-            _ if e.kind() == ErrorKind::WouldBlock => Failure::from("it does not answer with TLS".to_owned()),
+            _ if e.kind() == io::ErrorKind::WouldBlock => Failure::from("it does not answer with TLS".to_owned()),
             _ => Failure::from(e.to_string()),
         })
     }

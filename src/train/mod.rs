@@ -52,7 +52,8 @@ pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
 /// The same for a plan, which needs no weights. The reward model in `reward` is added if the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
-    let mut all = archs(config)?;
+    let models = models::planned(models(config))?;
+    let mut all: Vec<_> = models.into_iter().map(|model| (model.spec.role, model.spec.head, model.arch)).collect();
     if let Some(dir) = reward {
         let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;
         all.push((RoleName::Reward, Head::Value, arch));

@@ -110,6 +110,21 @@ pub fn described(
     Ok(all)
 }
 
+/// The same for a plan: it rejects another vocabulary as a run does, and reads tokenizers only if the sizes differ.
+pub fn planned(specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
+    let all = specs.into_iter().map(|spec| Ok(JobModel { arch: spec.arch()?, spec }));
+    let mut all: Vec<JobModel> = all.collect::<Result<_>>()?;
+    if let Some((first, others)) = all.split_first_mut() {
+        let vocabulary = first.arch.vocabulary;
+        let differs =
+            |model: &&mut JobModel| model.spec.role != RoleName::Reward && model.arch.vocabulary != vocabulary;
+        for model in others.iter_mut().filter(differs) {
+            model.arch = with_tokens(&Tokenizer::load(&first.spec.dir)?, first, model)?;
+        }
+    }
+    Ok(all)
+}
+
 /// The architecture of a model with the vocabulary of the first one. Rejects a model whose tokenizer differs. A model
 /// without a tokenizer is accepted if its vocabulary has the same size. With the first one's tokenizer it may be larger:
 /// the rest is padding, which is left off.

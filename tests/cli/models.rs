@@ -79,6 +79,8 @@ fn a_teacher_with_other_tokens_or_a_shorter_context_is_rejected() {
     fixture.run(&["init", "--config", "config.json", "--out", "wide"]).well();
     let words = ["model.teachers (", "wide) has a vocabulary of 300 tokens, but model.actor has 272"];
     distill("wide", &words).hinted("same tokenizer");
+    let plan = ["plan", "job.toml", "job.kind=distill", "model.teachers=[\"wide\"]"];
+    fixture.run(&plan).refused(65, &words).hinted("same tokenizer");
 }
 
 #[test]

@@ -66,6 +66,20 @@ fn a_step_takes_as_long_as_the_slower_side_if_the_rollout_is_async() {
     }
 }
 
+#[test]
+fn an_evaluation_with_beams_scores_one_response_of_a_search_and_decodes_all() {
+    let flops = |beams: usize, reward: bool| -> f64 {
+        let beams = format!("eval.beams={beams}");
+        let eval = ["job.kind=eval", "data.eval_split=test", "eval.samples_max=8", &beams];
+        let parts = chosen(&eval, &archs(&small(), reward), 1).main().time.parts.clone();
+        parts.iter().map(|part| part.work.flops).sum()
+    };
+    let scoring = [1, 4].map(|beams| flops(beams, true) - flops(beams, false));
+    assert!(scoring[0] > 0.0 && scoring[0] == scoring[1], "{scoring:?}");
+    let searching = [1, 4].map(|beams| flops(beams, false));
+    assert!(searching[1] > 1.5 * searching[0], "{searching:?}");
+}
+
 /// The memory of one rank on a CPU.
 fn on_cpu(config: &Config, archs: &Archs) -> Memory {
     let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };

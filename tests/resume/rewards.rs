@@ -244,10 +244,16 @@ fn a_service_with_a_trusted_certificate_scores_and_another_one_ends_the_run_befo
     let pem = certificate(&dir);
     let server = Server::with(&[&pem]);
     let url = server.url("right").replace("http://127.0.0.1", "https://localhost");
+    // A directory with a certificate does not make up for a missing file.
+    let more = dir.join("more");
+    std::fs::create_dir(&more).and_then(|()| std::fs::copy(&pem, more.join("server.pem"))).expect("writes");
     let run = |name: &str, url: &str, trusted: &Path| {
         let job = job(name, format!("reward.http={{ url = \"{url}\", name = \"reward_func\" }}"));
         let mut command = job.with("job.steps=1").command();
         command.env("SSL_CERT_FILE", trusted).env_remove("SSL_CERT_DIR");
+        if name == "tls-dir" {
+            command.env("SSL_CERT_DIR", &more);
+        }
         Running::new(command).end()
     };
     run("tls", &url, &pem).assert(0, &[]);
@@ -259,6 +265,7 @@ fn a_service_with_a_trusted_certificate_scores_and_another_one_ends_the_run_befo
         ("tls-host", &url.replace("localhost", "127.0.0.1"), &pem, "certificate not valid for name \"127.0.0.1\""),
         ("tls-plain", &plain, &pem, "is not trusted: received corrupt message"),
         ("tls-nothing", &url, &dir.join("missing.pem"), "missing.pem"),
+        ("tls-dir", &url, &dir.join("missing.pem"), "missing.pem"),
     ] {
         run(name, url, trusted).assert(2, &["error: ", why, "hint: export SSL_CERT_FILE=FILE"]);
     }

@@ -95,7 +95,7 @@ pub fn rows(ledger: &Ledger) -> String {
     rows.extend(ledger.filtered.iter().map(|(rule, rows)| (format!("filtered: {rule}"), *rows)));
     let others = [("held out for evaluation", ledger.held_out), ("deferred: not used yet", ledger.deferred)];
     rows.extend(others.map(|(name, rows)| (name.to_string(), rows)));
-    let mut out = String::from("<table class=\"rows\"><tr><th>rows</th><th></th><th></th></tr>");
+    let mut out = String::from("<table class=\"rows\"><tr><th></th><th>rows</th><th></th></tr>");
     let whole = ledger.rows.max(1) as f64;
     for (name, rows) in rows.into_iter().filter(|(_, rows)| *rows > 0) {
         let share = rows as f64 / whole;

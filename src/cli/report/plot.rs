@@ -88,7 +88,7 @@ impl Frame {
         }
         put!(out, "<text class=\"name end\" x=\"{right}\" y=\"{}\">step</text>", height - 3.0);
         if !unit.is_empty() {
-            put!(out, "<text class=\"name\" x=\"0\" y=\"{}\">{}</text>", top - 8.0, escape(unit));
+            put!(out, "<text class=\"name\" x=\"0\" y=\"{}\">{}</text>", top - 12.0, escape(unit));
         }
     }
 

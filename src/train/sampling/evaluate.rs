@@ -59,13 +59,9 @@ pub fn evaluate(
     let sampled = sampled(&run.config);
     let mut answers = Vec::new();
     let beams = Beams { count: run.config.eval.beams, early_stopping: EarlyStopping::default(), length_penalty: 1.0 };
-    let mut best = greedy(&sampled);
-    // A plan counts as many samples as beams.
-    let beams = Some(beams).filter(|_| collector.planned.is_none());
-    best.samples_per_prompt = if beams.is_some() { 1 } else { run.config.eval.beams };
-    let beams = beams.filter(|beams| beams.count > 1);
+    let beams = Some(beams).filter(|beams| beams.count > 1);
     collector.reward.steps_done = step;
-    for (config, beams) in [(&best, beams), (&sampled, None)] {
+    for (config, beams) in [(&greedy(&sampled), beams), (&sampled, None)] {
         answers.push(collector.evaluate(run, model, EVAL_STEPS + step as u32, &prompts, config, beams)?);
     }
     let temperatures = [0.0, sampled.temperature];

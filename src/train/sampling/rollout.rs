@@ -370,6 +370,10 @@ impl Collector {
         beams: Option<Beams>,
     ) -> Result<Vec<Answer>> {
         let stopped = || Error::new(Kind::Stopped, "stopped during the evaluation");
+        // A plan samples as many responses as there are beams. Only the best one is scored.
+        let searched = beams.filter(|_| self.planned.is_some()).map_or(config.samples_per_prompt, |beams| beams.count);
+        let (beams, sampled) = (beams.filter(|_| self.planned.is_none()), config.samples_per_prompt);
+        let config = &RolloutConfig { samples_per_prompt: searched, ..config.clone() };
         let mut answer = |model| {
             let slices = &[StepSlice::whole(step, prompts.len())];
             let (part, configs) = (&(0..prompts.len()), &[config][..]);
@@ -384,6 +388,7 @@ impl Collector {
         }
         let mut by_key = self.scored(run, &run.ranks.all)?.ok_or_else(stopped)?;
         let mut responses: Vec<Response> = records::gather(&run.ranks.all, &mine.unwrap_or_default())?;
+        responses.retain(|response| (response.sample as usize) < sampled);
         responses.sort_by_key(|response| (response.prompt, response.sample));
         let score = |r: &Response| self.take_score(&mut by_key, (r.prompt, r.sample));
         let mut scored: Vec<Scored> = responses.iter().map(score).collect();
