@@ -40,6 +40,22 @@ template <class From, class To> DEVICE void columns(COLUMNS_PARAMETERS(From, To)
     store_eight(to, x);
 }
 
+// scale_bf16  x = s x
+// x (len) bf16
+// grid ceil(len / 2048), block 256, eight values a thread; any alignment
+// roofline 4 len bytes
+KERNEL __launch_bounds__(256) scale_bf16(float s, bf16* x, u64 len) {
+    u64 at = flat_eight();
+    if (at >= len) return;
+    int count = eight_or_rest(at, len);
+    bool aligned = is_aligned(x);
+    float a[8];
+    load_up_to(x + at, count, aligned, a);
+#pragma unroll
+    for (int i = 0; i < 8; i++) a[i] *= s;
+    store_up_to(x + at, count, aligned, a);
+}
+
 // columns_bf16  to[r][c] = from[r][c], rows of both a stride apart
 // from (rows, from_stride), to (rows, to_stride) bf16, of which `width` columns
 // grid ceil(rows width / each / 256), block 256; needs across = width / each; each = 1, or 8 where all is in

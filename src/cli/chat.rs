@@ -25,6 +25,10 @@ pub struct Args {
     #[argh(option)]
     pub model: PathBuf,
 
+    /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
+    #[argh(option)]
+    pub adapter: Option<PathBuf>,
+
     /// the system message
     #[argh(option)]
     pub system: Option<String>,
@@ -71,7 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let config = super::generate::checked(config)?;
     let options = Options { device: args.device, dtype: args.dtype, check: !args.no_check };
-    let mut talk = Talk::open("chat", &args.model, options, config, args.seed)?;
+    let mut talk = Talk::open("chat", (&args.model, args.adapter.as_deref()), options, config, args.seed)?;
     let begun: Vec<Value> = args.system.iter().map(|text| json!({"role": "system", "content": text})).collect();
     // A directory without a template is rejected before the first message.
     talk.tokenizer.chat().map_err(|e| {

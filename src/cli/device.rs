@@ -1,6 +1,7 @@
 //! `--device`, `--dtype` and `--no-check` of the verbs that run a model. They work like `job.device`, `model.dtype` and
 //! `job.check` of a job.
 
+use super::model_dirs::ModelDirs;
 use super::ranks::Ranks;
 use crate::config::Config;
 use crate::config::job::{DeviceName, JobConfig};
@@ -9,7 +10,6 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::{Head, unapplied_sampling};
-use std::path::Path;
 
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -42,7 +42,7 @@ pub fn with_option_names(mut error: Error) -> Error {
 /// Loads the model of a verb on each rank; the first one logs its device. All ranks call this.
 pub fn open(
     verb: &str,
-    model: &Path,
+    dirs: &ModelDirs,
     options: Options,
     head: Head,
     (rollout, seed): (RolloutConfig, u64),
@@ -59,7 +59,12 @@ pub fn open(
     let wanted = rollout.response_tokens_max;
     let config = Config {
         job: JobConfig { seed, device, check, ..JobConfig::default() },
-        model: ModelConfig { actor: model.to_path_buf(), dtype, ..ModelConfig::default() },
+        model: ModelConfig {
+            actor: dirs.model.clone(),
+            adapter: dirs.adapter.clone().unwrap_or_default(),
+            dtype,
+            ..ModelConfig::default()
+        },
         rollout,
         ..Config::default()
     };
@@ -70,7 +75,7 @@ pub fn open(
     if !["generate", "chat"].contains(&verb) {
         return Ok(inference);
     }
-    if let Some(unapplied) = unapplied_sampling(model, &used)? {
+    if let Some(unapplied) = unapplied_sampling(&dirs.model, &used)? {
         ranks.say(&format!("{verb}: not applied: {unapplied} of generation_config.json"));
     }
     let context = inference.transformer.arch.context;

@@ -6,6 +6,7 @@ mod asked;
 pub use self::args::{Args, checked};
 use self::asked::{Asked, Asker};
 use super::device::{self, Options};
+use super::model_dirs::ModelDirs;
 use super::out::{note, progress};
 use super::ranks::Ranks;
 use super::rows::{self, Row, Stream};
@@ -56,10 +57,11 @@ pub fn run(args: &Args) -> Result<()> {
         _ => return Err(Error::usage("generate needs either --input or --prompt")),
     };
     let ranks = Ranks::start(input)?;
-    let asker = ranks.agree(Asker::new(args, &config))?;
+    let dirs = ranks.agree(ModelDirs::find(&args.model, args.adapter.as_deref(), Some(Head::LanguageModel)))?;
+    let asker = ranks.agree(Asker::new(args, &config, &dirs))?;
     let sizes = ranks.agree(sizes(&asker, input))?;
     let head = Head::LanguageModel;
-    let inference = device::open("generate", &args.model, options, head, (config.clone(), args.seed), &ranks)?;
+    let inference = device::open("generate", &dirs, options, head, (config.clone(), args.seed), &ranks)?;
     let responses = |sizes: &Vec<[usize; 2]>| sizes.iter().map(|[responses, _]| responses).sum::<usize>();
     let bar = progress("generate", sizes.as_ref().map(|sizes| responses(sizes).div_ceil(ranks.world.size)));
     let (engine, rng) = (Engine::new(&config, 0), Rng::new(args.seed, Purpose::Sample));
@@ -85,9 +87,9 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
             .hint("give the prompt as a row of --input"));
     }
     let config = RolloutConfig { samples_per_prompt: 1, ..config };
-    let mut talk = Talk::open("generate", &args.model, options, config, args.seed)?;
+    let mut talk = Talk::open("generate", (&args.model, args.adapter.as_deref()), options, config, args.seed)?;
     talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.arch().vocabulary)?);
-    let texts = Texts::open(&args.model, talk.arch(), &args.template())?;
+    let texts = Texts::open(&talk.dirs.tokenizer, talk.arch(), &args.template())?;
     let row = Row::from_iter([("prompt".to_owned(), prompt.into())]);
     let tokens = texts.prompt(&row)?;
     for _ in 0..args.samples {

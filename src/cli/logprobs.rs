@@ -28,6 +28,10 @@ pub struct Args {
     #[argh(option)]
     pub model: PathBuf,
 
+    /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
+    #[argh(option)]
+    pub adapter: Option<PathBuf>,
+
     /// rows as JSON lines; - is standard input
     #[argh(option)]
     pub input: PathBuf,
@@ -73,6 +77,7 @@ pub fn run(args: &Args) -> Result<()> {
     let scoring = Scoring {
         verb: "logprobs",
         model: &args.model,
+        adapter: args.adapter.as_deref(),
         head: Head::LanguageModel,
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },

@@ -10,6 +10,7 @@ pub mod info;
 pub mod init;
 pub mod jobs;
 pub mod logprobs;
+mod model_dirs;
 mod out;
 pub mod plan;
 mod ranks;

@@ -32,7 +32,7 @@ pub struct Args {
     /// number of ranks (default: the started ranks; 8 with --gpu)
     #[argh(option)]
     ranks: Option<usize>,
-    /// device: cpu, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
+    /// device: cpu, a30, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
     #[argh(option, default = "String::from(\"cpu\")")]
     gpu: String,
     /// ranks per node (default: 8 with --gpu; on CPUs all ranks)

@@ -1,6 +1,7 @@
 //! `rlhf-hpc reward`: scores by a reward model.
 
 use super::device::Options;
+use super::model_dirs::ModelDirs;
 use super::out::note;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
@@ -11,7 +12,7 @@ use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::metrics::one_line;
-use crate::model::{Arch, Head};
+use crate::model::Head;
 use argh::FromArgs;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -31,6 +32,10 @@ pub struct Args {
     /// the Hugging Face directory of a reward model
     #[argh(option)]
     pub model: PathBuf,
+
+    /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
+    #[argh(option)]
+    pub adapter: Option<PathBuf>,
 
     /// rows as JSON lines; - is standard input
     #[argh(option)]
@@ -83,6 +88,7 @@ pub fn run(args: &Args) -> Result<()> {
     let scoring = Scoring {
         verb: "reward",
         model: &args.model,
+        adapter: args.adapter.as_deref(),
         head: Head::Value,
         input: &args.input,
         options: Options { device: args.device, dtype: args.dtype, check: !args.no_check },
@@ -106,8 +112,9 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// The mean and the standard deviation for normalizing rewards.
 fn mean_std(args: &Args) -> Result<(f32, f32)> {
-    let (arch, dir) = (Arch::load(&args.model)?, args.model.display());
-    if arch.head != Head::Value {
+    let dirs = ModelDirs::find(&args.model, args.adapter.as_deref(), Some(Head::Value))?;
+    let (arch, dir) = (dirs.arch()?, dirs.model.display());
+    if dirs.head(&arch) != Head::Value {
         return Err(Error::data(format!("{dir} must hold a reward model (got a language model)"))
             .hint("pass a model with a class such as LlamaForSequenceClassification in config.json, and a tensor score.weight"));
     }

@@ -4,6 +4,7 @@
 //! numbers of the previous forward.
 
 use super::device::{self, Options};
+use super::model_dirs::ModelDirs;
 use super::out::progress;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
@@ -13,7 +14,7 @@ use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
-use crate::model::{Arch, Head, non_finite};
+use crate::model::{Head, non_finite};
 use crate::tensor::{Flat, Later};
 use std::ops::Range;
 use std::path::Path;
@@ -38,6 +39,7 @@ impl ScoredRow {
 pub struct Scoring<'a> {
     pub verb: &'static str,
     pub model: &'a Path,
+    pub adapter: Option<&'a Path>,
     pub head: Head,
     pub input: &'a Path,
     pub options: Options,
@@ -54,9 +56,10 @@ impl Scoring<'_> {
     /// Scores this rank's share of the rows in order, and logs the speed; `write` gets the numbers of the next row.
     pub fn run(&self, mut ranks: Ranks, write: impl Fn(&mut Ranks, &ScoredRow, &[f32]) -> Result<()>) -> Result<()> {
         limits::check_option("--batch-tokens", self.tokens_max, 1, TOKENS_MAX)?;
-        let all = ranks.agree(self.read())?;
+        let dirs = ranks.agree(ModelDirs::find(self.model, self.adapter, Some(self.head)))?;
+        let all = ranks.agree(self.read(&dirs))?;
         let settings = (RolloutConfig::default(), 0);
-        let inference = device::open(self.verb, self.model, self.options, self.head, settings, &ranks)?;
+        let inference = device::open(self.verb, &dirs, self.options, self.head, settings, &ranks)?;
         let start = Instant::now();
         let lengths: Vec<usize> = all.iter().map(|row| row.tokens.len()).collect();
         let share = ranks.share(&lengths);
@@ -99,9 +102,9 @@ impl Scoring<'_> {
         ranks.finish()
     }
 
-    fn read(&self) -> Result<Vec<ScoredRow>> {
-        let arch = Arch::load(self.model)?;
-        let texts = Texts::open(self.model, &arch, &self.template)?;
+    fn read(&self, dirs: &ModelDirs) -> Result<Vec<ScoredRow>> {
+        let arch = dirs.arch()?;
+        let texts = Texts::open(&dirs.tokenizer, &arch, &self.template)?;
         rows::read(self.input, |row| {
             let row = (self.row)(row, &texts)?;
             rows::check(&row.tokens, &arch)?;

@@ -1,6 +1,7 @@
 //! A model that answers one prompt at a time and streams the text, for `chat` and `generate --prompt`.
 
 use super::device::{self, Options};
+use super::model_dirs::ModelDirs;
 use super::out;
 use super::ranks::Ranks;
 use crate::config::rollout::RolloutConfig;
@@ -16,6 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 pub struct Talk {
+    pub dirs: ModelDirs,
     pub tokenizer: Tokenizer,
     ranks: Ranks,
     inference: InferenceModel,
@@ -30,19 +32,26 @@ pub struct Talk {
 }
 
 impl Talk {
-    pub fn open(verb: &str, model: &Path, options: Options, config: RolloutConfig, seed: u64) -> Result<Self> {
+    pub fn open(
+        verb: &str,
+        (model, adapter): (&Path, Option<&Path>),
+        options: Options,
+        config: RolloutConfig,
+        seed: u64,
+    ) -> Result<Self> {
         let ranks = Ranks::start(Path::new(""))?;
         if ranks.world.size > 1 {
             return Err(Error::usage(format!("{verb} runs on a single process (got {} ranks)", ranks.world.size))
                 .hint("start it without mpirun"));
         }
         // A run directory has no tokenizer either: its error names the export.
-        Arch::load(model)?;
-        let tokenizer = Tokenizer::load(model)?;
-        let inference = device::open(verb, model, options, Head::LanguageModel, (config.clone(), seed), &ranks)?;
+        let dirs = ModelDirs::find(model, adapter, Some(Head::LanguageModel))?;
+        dirs.arch()?;
+        let tokenizer = Tokenizer::load(&dirs.tokenizer)?;
+        let inference = device::open(verb, &dirs, options, Head::LanguageModel, (config.clone(), seed), &ranks)?;
         let stop = Arc::new(Stop::of_model(&config, &inference.transformer.arch.eos_tokens, Some(&tokenizer)));
         let (engine, rng) = (Engine::new(&config, 0), Rng::new(seed, Purpose::Sample));
-        Ok(Self { tokenizer, ranks, inference, engine, config, stop, edits: Arc::default(), rng, answers: 0 })
+        Ok(Self { dirs, tokenizer, ranks, inference, engine, config, stop, edits: Arc::default(), rng, answers: 0 })
     }
 
     pub fn arch(&self) -> &Arch {

@@ -32,7 +32,7 @@ pub struct Texts {
 }
 
 impl Texts {
-    /// Opens the tokenizer of the model in `dir`. Without an option, texts go through the chat template if the
+    /// Opens the tokenizer in `dir`. Without an option, texts go through the chat template if the
     /// config.json says that the job that exported the model used the template.
     pub fn open(dir: &Path, arch: &Arch, template: &Template) -> Result<Self> {
         let (tokenizer, of_job) = (Tokenizer::find(dir)?, arch.chat_template());

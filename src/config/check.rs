@@ -13,6 +13,7 @@ impl Config {
         self.check_ranges()?;
         self.data.check()?;
         self.optim.actor.check("optim.actor")?;
+        self.lora.check()?;
         self.checkpoint.check(&self.eval)?;
         self.check_eval().and(self.check_rollout_ranks())?;
         self.method().check(&self.shared())?;

@@ -1,7 +1,7 @@
 //! Keys that only some jobs use. A job that sets such a key without its condition gets one warning at its start.
 
 use super::Config;
-use super::mesh::Offload;
+use super::mesh::{Offload, RoleName};
 use super::method::{self, JobKind, MethodConfig, RowKind};
 use super::optim::Schedule;
 use super::reward::{RuleConfig, RuleKind};
@@ -24,8 +24,20 @@ const NEEDS: &[Need<Config>] = &[
          metrics.samples_every_steps metrics.samples_count",
         "a job that trains on samples: ppo or on-policy distill", trains_on_samples,
     ),
-    ("model.reference", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
+    ("model.reference model.reference_adapter", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
         |c| c.uses().reference),
+    ("lora model.freeze model.critic_freeze", "a job that trains", trains),
+    (
+        "lora.alpha lora.targets lora.exclude lora.rslora lora.rank_pattern lora.alpha_pattern lora.layers lora.init \
+         lora.train_also",
+        "lora.rank above 0", |c| c.lora.is_on(RoleName::Actor) || c.uses().critic && c.lora.is_on(RoleName::Critic),
+    ),
+    ("lora.critic model.critic_freeze", "a critic: a ppo job with ppo.advantage = \"gae\"", |c| c.uses().critic),
+    ("lora.actor", "an empty model.adapter, whose files have these settings",
+        |c| c.model.adapter.as_os_str().is_empty()),
+    ("model.freeze", "an actor without adapters, which freeze it",
+        |c| !c.lora.is_on(RoleName::Actor) && c.model.adapter.as_os_str().is_empty()),
+    ("model.critic_freeze", "a critic without adapters, which freeze it", |c| !c.lora.is_on(RoleName::Critic)),
     ("mesh.offload", "optimizer state, or models that are not trained", has_state_to_offload),
 
     ("data.pretrain_key data.pretrain_tokens_max", "data.pretrain", |c| !c.data.pretrain.is_empty()),
@@ -233,7 +245,8 @@ mod tests {
     /// memory, layouts, batch sizes of the sampler) are listed, because a job is used on several machines.
     const UNCONDITIONAL: &[(&str, &str)] = &[
         ("job", "kind name dir seed device collectives gemm check threads"),
-        ("model", "actor dtype"),
+        ("model", "actor adapter quantize dtype"),
+        ("lora", "rank"),
         ("mesh", "data pipeline sequence tensor zero placement arena_bytes_max collective_timeout_s"),
         ("data", "prompts pretrain prompt_split prompt_key chat_template chat_template_args long_prompts"),
         ("data.eval_sets", "name prompts split prompt_key label_key"),
@@ -342,6 +355,12 @@ mod tests {
             "job.kind=sft checkpoint.best_mode=max mesh.offload=[\"roles\"]",
             &[("checkpoint.best_mode", "checkpoint.best_metric"), ("mesh.offload", "models that are not trained")],
         ),
+        ("job.kind=sft lora.alpha=8", &[("lora.alpha", "lora.rank above 0")]),
+        ("job.kind=sft lora.rank=8 lora.alpha=8 lora.rank_pattern={q_proj=2}", &[]),
+        ("job.kind=sft lora.rank=8 lora.critic.rank=2", &[("lora.critic.rank", "a critic")]),
+        ("job.kind=ppo lora.critic.rank=2 lora.init=gaussian", &[]),
+        ("job.kind=sft lora.rank=8 model.freeze=mlp", &[("model.freeze", "without adapters")]),
+        ("job.kind=sft lora.actor.rank=8 model.adapter=a", &[("lora.actor.rank", "model.adapter")]),
         ("job.kind=eval optim.actor.lr=1e-5 job.export=true", &[("job.export, optim.actor.lr", "that trains")]),
     ];
 

@@ -200,9 +200,11 @@ fn line_at(text: &str, at: usize) -> String {
 }
 
 /// Keys whose values are paths.
-const PATHS: [&str; 15] = [
+const PATHS: [&str; 17] = [
     "job.dir",
     "model.actor",
+    "model.adapter",
+    "model.reference_adapter",
     "model.reference",
     "model.critic",
     "model.teachers",

@@ -37,6 +37,7 @@ mod forms;
 pub mod job;
 pub mod limits;
 mod load;
+pub mod lora;
 pub mod mesh;
 pub mod method;
 pub mod metric;
@@ -79,6 +80,7 @@ macro_rules! config {
         pub struct Config {
             pub job: JobConfig,
             pub model: model::ModelConfig,
+            pub lora: lora::LoraConfig,
             pub mesh: mesh::MeshConfig,
             pub data: data::DataConfig,
             pub rollout: rollout::RolloutConfig,
@@ -100,6 +102,7 @@ macro_rules! config {
         /// The tables of a job that hold numbers, with their ranges.
         const TABLES: &[(&str, Ranges)] = &[
             ("job", JobConfig::RANGES),
+            ("lora", lora::LoraConfig::RANGES),
             ("mesh", mesh::MeshConfig::RANGES),
             ("data.split", data::SplitConfig::RANGES),
             ("data", data::DataConfig::RANGES),
@@ -262,6 +265,8 @@ impl Config {
         absolute(&mut self.model.actor);
         absolute(&mut self.model.reference);
         absolute(&mut self.model.critic);
+        absolute(&mut self.model.adapter);
+        absolute(&mut self.model.reference_adapter);
         self.model.teachers.iter_mut().for_each(absolute);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
         self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));

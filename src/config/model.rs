@@ -16,6 +16,17 @@ pub enum DTypeName {
     Bf16,
 }
 
+/// The storage of weights that do not train.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Quantize {
+    /// `model.dtype`.
+    #[default]
+    None,
+    /// 4-bit NormalFloat (arXiv:2305.14314).
+    Nf4,
+}
+
 table! {
     /// `[model]`. Directories are Hugging Face model directories.
     pub struct ModelConfig {
@@ -24,6 +35,11 @@ table! {
         pub critic: PathBuf = PathBuf::new(),
         pub teachers: Vec<PathBuf> = Vec::new(),
         pub teacher_weights: Vec<f64> = Vec::new(),
+        pub adapter: PathBuf = PathBuf::new(),
+        pub reference_adapter: PathBuf = PathBuf::new(),
+        pub freeze: Vec<String> = Vec::new(),
+        pub critic_freeze: Vec<String> = Vec::new(),
+        pub quantize: Quantize = Quantize::None,
         pub dtype: DTypeName = DTypeName::Auto,
     }
 }

@@ -41,6 +41,13 @@ const VALUES: &[(&str, &str, &str)] = &[
     ("distill.divergence", "kl fkl forward", "set distill.divergence = \"forward_kl\""),
     ("distill.divergence", "rkl reverse", "set distill.divergence = \"reverse_kl\""),
     ("distill.divergence", "js", "set distill.divergence = \"jsd\""),
+    ("model.quantize", "4bit int4 4 bnb bitsandbytes qlora fp4 true", "set model.quantize = \"nf4\""),
+    ("lora.init", "kaiming kaiming_uniform default true", "set lora.init = \"uniform\""),
+    (
+        "lora.init",
+        "pissa olora loftq corda eva lora_ga",
+        "set lora.init = \"uniform\" or \"gaussian\", which leave the base model as it is",
+    ),
     ("model.dtype", "bfloat16 torch.bfloat16", "set model.dtype = \"bf16\""),
     ("model.dtype", "float32 fp32 torch.float32 float full", "set model.dtype = \"f32\""),
     (

@@ -9,8 +9,7 @@ use crate::config::mesh::Placement;
 use crate::device::cpu::pool::pool;
 use crate::device::{self, Device};
 use crate::error::format_bytes;
-use crate::metrics::{count, counted};
-use std::path::Path;
+use crate::metrics::counted;
 
 /// The needs of a method in addition to its models.
 #[derive(Default)]
@@ -23,14 +22,8 @@ pub struct BannerRows {
 }
 
 impl Run {
-    /// Shows the banner. `models` has the role, the parameters and the directory of each model.
-    pub fn banner(
-        &mut self,
-        steps: u64,
-        resumed_from: Option<u64>,
-        models: &[(&str, usize, &Path)],
-        needs: BannerRows,
-    ) {
+    /// Shows the banner. `models` has the rows about the models.
+    pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, models: Vec<(String, String)>, needs: BannerRows) {
         let (config, ranks, threads) = (&self.config, self.ranks.world.size, pool().threads());
         let hosts = gpu::alike(&self.ranks.world.hosts).into_iter();
         let hosts: Vec<String> = hosts.map(|(name, ranks)| format!("{name} x {}", ranks.len())).collect();
@@ -45,12 +38,7 @@ impl Run {
         ];
         rows.extend(labelled("devices", [devices, self.device_rows.clone()].concat()));
         rows.extend(labelled("mesh", self.of_placements(|layout| layout.mesh.to_string())));
-        let sizes: Vec<String> = models.iter().map(|(_, parameters, _)| count(*parameters as f64)).collect();
-        let columns = sizes.iter().map(String::len).max().unwrap_or(0);
-        for ((role, _, dir), size) in models.iter().zip(&sizes) {
-            let dtype = config.model.dtype().name();
-            rows.push(row(role, format!("{size:>columns$} parameters, {dtype}  {}", dir.display())));
-        }
+        rows.extend(models);
         let Expected { taken, groups, .. } = self.expected_of_fullest().cloned().unwrap_or_default();
         if !groups.is_empty() {
             let named: u64 = groups.iter().map(|(_, bytes)| *bytes as u64).sum();

@@ -303,6 +303,7 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     }
     let mlps = arch.mlps().map(|mlp| ("intermediate_size", mlp.width));
     let mut widths = [("hidden_size", arch.width)].into_iter().chain(mlps);
+    let mut adapters = arch.tuning.iter().flat_map(|tuning| tuning.adapters.iter().map(|(name, of)| (name, of.rank)));
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
     let group_max = |layer: &AttentionSpec| kv_cache::group_max(layer.head_dim);
     let on_gpu = "with job.device = \"gpu\"";
@@ -311,6 +312,8 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         format!("the head dim must be one of {known} {on_gpu} (got {dim})")
     } else if let Some((name, width)) = widths.find(|(_, width)| !width.is_multiple_of(8)) {
         format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
+    } else if let Some((matrix, rank)) = adapters.find(|(_, rank)| !rank.is_multiple_of(8)) {
+        format!("lora.rank must be a multiple of 8 {on_gpu} (got {rank} for {matrix})")
     } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
         format!("{name} must be at most {most} {on_gpu} (got {value})")
     } else if let Some(layer) = arch.attentions().find(|layer| layer.heads / layer.kv_heads > group_max(layer)) {

@@ -24,9 +24,9 @@ pub struct InferenceModel {
 }
 
 impl InferenceModel {
-    /// Loads the model of `model.actor` with the head `head` in `model.dtype`, after the self-test of `job.check`. It
-    /// uses a GPU if `job.device` is `gpu`, or `auto` and there is one. All ranks call this; only loading may fail on
-    /// some of them.
+    /// Loads the model of `model.actor`, on it the adapter of `model.adapter`, with the head `head` in `model.dtype`, after
+    /// the self-test of `job.check`. It uses a GPU if `job.device` is `gpu`, or `auto` and there is one. All ranks call
+    /// this; only loading may fail on some of them.
     pub fn open(mut config: Config, head: Head, world: &World) -> Result<Self> {
         let arch = Arch::load(&config.model.actor)?;
         if config.job.device == DeviceName::Gpu {
@@ -50,7 +50,8 @@ impl InferenceModel {
             gpu::limit(&config, world);
         }
         let (dir, seed) = (&config.model.actor, config.job.seed);
-        let (arch, weights) = owned_by("weights", || load::load(device, dir, head, dtype, seed))?;
+        let adapter = Some(&*config.model.adapter).filter(|dir| !dir.as_os_str().is_empty());
+        let (arch, weights) = owned_by("weights", || load::load_with(device, dir, adapter, head, dtype, seed))?;
         let transformer = Transformer::new(&arch, &weights.table);
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }

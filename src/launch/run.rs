@@ -10,21 +10,26 @@ use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::job::Recompute;
 use crate::config::mesh::{Offload, Placement};
+use crate::config::model::Quantize;
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
 use crate::device::cpu::peak;
+use crate::device::cuda::owned_by;
 use crate::device::{Device, cuda, null};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::learn::{Learner, Role, role};
 use crate::metrics::{Recorder, Terminal, keys};
 use crate::model::export::remove_leftovers;
-use crate::model::{Arch, Head, ParamTable, TensorPart};
+use crate::model::load::{ModelFiles, load_base};
+use crate::model::{Arch, Head, ParamTable, TensorPart, Weights};
 use crate::sys;
 use crate::sys::host::median;
 use crate::tensor::arena;
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::Instant;
 
 /// A job that runs or is about to run: its configuration, its ranks, its devices and its records.
@@ -172,17 +177,38 @@ impl Run {
         self.config.job.dir.join("checkpoints")
     }
 
-    /// A role of the model in `dir`: loaded, or allocated for a checkpoint's values. All ranks of the placement call
+    /// The frozen parameters `kept` of a model. All ranks of the placement call this.
+    pub fn base(&self, files: &ModelFiles, kept: &BTreeSet<String>, values: WeightsFrom) -> Result<Rc<Weights>> {
+        let (axes, stage, dtype) = (&self.ranks.axes, self.ranks.layout().zero, self.config.model.dtype());
+        let reads = values != WeightsFrom::Nowhere;
+        let quantize = self.config.model.quantize == Quantize::Nf4;
+        let base = gpu::check_arch(self.device, files.arch, axes.tensor.size()).and_then(|()| {
+            let _files = null::hold("mapped files", if reads { 0 } else { file_bytes(files.arch, files.head, axes) });
+            owned_by("weights of the frozen base", || {
+                load_base(self.device, files, kept, dtype, axes, stage, reads, quantize)
+            })
+        });
+        axes.all.agree(base)
+    }
+
+    /// A role of a model, on its frozen base if it has one: loaded, or allocated for a checkpoint's values. All ranks of the placement call
     /// this.
-    pub fn role(&self, name: &'static str, dir: &Path, arch: &Arch, head: Head, values: WeightsFrom) -> Result<Role> {
+    pub fn role(
+        &self,
+        name: &'static str,
+        files: &ModelFiles,
+        values: WeightsFrom,
+        base: Option<Rc<Weights>>,
+    ) -> Result<Role> {
+        let ModelFiles { arch, head, .. } = *files;
         let (device, axes, stage) = (self.device, &self.ranks.axes, self.ranks.layout().zero);
         let (dtype, seed) = (self.config.model.dtype(), self.config.job.seed);
         let role = gpu::check_arch(device, arch, axes.tensor.size()).and_then(|()| {
             if values == WeightsFrom::ModelDir {
-                return Role::load(device, name, dir, arch, head, dtype, seed, axes, stage);
+                return Role::load(device, name, files, base, dtype, seed, axes, stage);
             }
             let _files = null::hold("mapped files", file_bytes(arch, head, axes));
-            Role::allocate(device, name, dir, arch, head, dtype, axes, stage)
+            Role::allocate(device, name, files, base, dtype, axes, stage)
         });
         axes.all.agree(role.map_err(|e| e.within(role::key(name))))
     }

@@ -5,11 +5,12 @@ use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::model::load::Source;
+use crate::model::load::{ModelFiles, Source};
 use crate::model::partition::{Partition, Shards};
-use crate::model::{Arch, Head, ParamTable, TensorPart, Transformer, Weights, load};
+use crate::model::{Arch, ParamTable, Transformer, Weights};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 /// A model of a job: actor, critic or reference.
 pub struct Role {
@@ -22,41 +23,36 @@ pub struct Role {
 }
 
 impl Role {
-    /// Loads this rank's part of the model of `arch` in `dir` at ZeRO stage `stage` (0 to 3), on `device`.
+    /// Loads this rank's part of a model, on its frozen base if it has one, at ZeRO stage `stage` (0 to 3).
     pub fn load(
         device: Device,
         name: &'static str,
-        dir: &Path,
-        arch: &Arch,
-        head: Head,
+        files: &ModelFiles,
+        base: Option<Rc<Weights>>,
         dtype: DType,
         seed: u64,
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let source = load::open(device, dir, arch.clone(), head, seed, TensorPart::from_group(&axes.tensor))?;
-        let shards = Shards::new(&source.table, axes, stage);
-        let build = || Weights::build(source.table.clone(), dtype, &shards, |values| source.fill_unit(values));
-        let weights = owned_by(owner(name), build)?;
-        let role = Self::new(name, dir, &source.arch, weights, axes);
+        let (weights, source) = owned_by(owner(name), || files.weights(device, base, dtype, seed, axes, stage))?;
+        let role = Self::new(name, files.dir, &source.arch, weights, axes);
         Ok(Self { source: Some(source).filter(|source| source.is_rounded(dtype)), ..role })
     }
 
-    /// Allocates the model of `arch` in `dir`. Its values are unspecified until `Learner::restore` reads a checkpoint.
+    /// Allocates a model. Its values are unspecified until `Learner::restore` reads a checkpoint.
     pub fn allocate(
         device: Device,
         name: &'static str,
-        dir: &Path,
-        arch: &Arch,
-        head: Head,
+        files: &ModelFiles,
+        base: Option<Rc<Weights>>,
         dtype: DType,
         axes: &Axes,
         stage: usize,
     ) -> Result<Self> {
-        let table = load::table_on(device, dir, arch, head, TensorPart::from_group(&axes.tensor))?;
+        let table = files.table(device, base.as_deref(), axes)?;
         let shards = Shards::new(&table, axes, stage);
-        let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards));
-        Ok(Self::new(name, dir, arch, weights, axes))
+        let weights = owned_by(owner(name), || Weights::scratch(table, dtype, &shards)).on_base(base);
+        Ok(Self::new(name, files.dir, files.arch, weights, axes))
     }
 
     pub fn new(name: &'static str, dir: &Path, arch: &Arch, weights: Weights, axes: &Axes) -> Self {

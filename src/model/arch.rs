@@ -1,10 +1,13 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
+use super::bitsandbytes::{self, QUANTIZATION};
 use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::families::{Bias, Family, Windows};
 use super::files;
+use super::names::{EMBEDDING, LM_HEAD};
 use super::rope::Rope;
+use super::tuning::Tuning;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::error::Result;
 use crate::ops::glu::Activation;
@@ -12,13 +15,11 @@ use crate::sys::files::read_object;
 use crate::sys::stderr;
 use serde_json::{Map, Value, json};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
 const LAYERS_MAX: usize = 10_000;
 const WIDTH_MAX: usize = 1 << 20;
-/// Names of parameters.
-pub(super) const LM_HEAD: &str = "lm_head.weight";
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// The head on top of the last hidden state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +61,8 @@ pub struct Arch {
     pub reward_mean_std: Option<(f32, f32)>,
     /// config.json as read. An export keeps its keys.
     pub source: Map<String, Value>,
+    /// What of the model trains; `None` if all of it does.
+    pub tuning: Option<Arc<Tuning>>,
 }
 
 impl Arch {
@@ -89,8 +92,8 @@ impl Arch {
         config_json::warn(dir, &config, arch.family.windows != Windows::Never);
         if dir.join("adapter_config.json").exists() {
             stderr::warn_once(&format!(
-                "{}: the adapter of adapter_config.json is not applied; merge it with merge_and_unload of peft, or remove \
-                 its files",
+                "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
+                 directory",
                 dir.display()
             ));
         }
@@ -157,8 +160,8 @@ impl Arch {
         )
     }
 
-    /// Whether equal weights give equal results. Compares everything but the special tokens and the text of
-    /// config.json.
+    /// Whether equal weights give equal results. Compares everything but the special tokens, the text of config.json,
+    /// and what trains.
     pub fn computes_as(&self, other: &Self) -> bool {
         let numbers = |arch: &Self| Self {
             bos_token: None,
@@ -166,6 +169,7 @@ impl Arch {
             pad_token: None,
             reward_mean_std: None,
             source: Map::new(),
+            tuning: None,
             ..arch.clone()
         };
         numbers(self) == numbers(other)
@@ -178,7 +182,7 @@ impl Arch {
         let model_type = c.text("model_type")?;
         let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
         let activation = activation(&c)?;
-        refuse_quantized(&c)?;
+        bitsandbytes::is_nf4(config)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
         let layers = c.count_needed("num_hidden_layers")?;
@@ -232,7 +236,12 @@ impl Arch {
             pad_token: c.tokens("pad_token_id")?.first().copied(),
             value_head: prefix.unwrap_or_else(|| "score".into()),
             reward_mean_std: c.number("mean")?.zip(c.number("std")?).map(|(m, s)| (m as f32, s as f32)),
-            source: config.clone(),
+            source: config
+                .iter()
+                .filter(|(key, _)| *key != QUANTIZATION)
+                .map(|(k, v)| (k.clone(), v.clone()))
+                .collect(),
+            tuning: None,
         };
         arch.check(&c)?;
         Ok(arch)
@@ -262,7 +271,7 @@ impl Arch {
     }
 
     /// The tensor name of an untied head.
-    pub(super) fn head_name(&self, head: Head) -> String {
+    pub fn head_name(&self, head: Head) -> String {
         match head {
             Head::LanguageModel => LM_HEAD.to_owned(),
             Head::Value => format!("{}.weight", self.value_head),
@@ -298,15 +307,6 @@ fn activation(c: &Reader) -> Result<Activation> {
         None | Some("silu") => Ok(Activation::Silu),
         Some(other) => Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{other}\")"))),
     }
-}
-
-fn refuse_quantized(c: &Reader) -> Result<()> {
-    if c.get("quantization_config").is_some() {
-        return Err(c
-            .wrong("quantization_config", "is set, but quantized weights are not supported")
-            .hint("save the model in f32, bf16 or f16"));
-    }
-    Ok(())
 }
 
 /// The window of each layer.

@@ -121,19 +121,19 @@ impl Body for Attention {
     ) -> Tensor {
         let AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse } = saved;
         let mut d_o = o.like(o.rows(), o.width());
-        self.o.backward(c.w, &o, dy, &mut d_o, Into::Overwrite, grads);
+        self.o.backward_onto(c, &o, dy, &mut d_o, Into::Overwrite, grads);
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, c.rope);
         let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
         let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
-        self.q.backward(c.w, &n, &dq, &mut dn, Into::Overwrite, grads);
-        self.k.backward_input(c.w, &dk, &mut dn, Into::Add);
-        self.v.backward_input(c.w, &dv, &mut dn, Into::Add);
+        self.q.backward(c, &n, &dq, &mut dn, Into::Overwrite, grads);
+        let dk_inner = self.k.backward_input(c, &dk, &mut dn, Into::Add);
+        let dv_inner = self.v.backward_input(c, &dv, &mut dn, Into::Add);
         self.copies.sum(c.tensor, [&mut dk, &mut dv]);
-        self.k.backward_weight(c.w, &n, &dk, grads);
-        self.v.backward_weight(c.w, &n, &dv, grads);
+        self.k.backward_weight(c.w, &n, &dk, dk_inner, grads);
+        self.v.backward_weight(c.w, &n, &dv, dv_inner, grads);
         c.tensor.sum_slice(dn.slice_mut());
         dn
     }

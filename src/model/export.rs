@@ -1,11 +1,15 @@
 //! Exports weights as a Hugging Face directory: config.json with its original keys, generation_config.json, safetensors
 //! in one file or in shards with an index, and the tokenizer files.
 
+use super::adapter_config::{self, AdapterConfig};
+use super::adapter_files;
 use super::arch::{Arch, Head};
+use super::bitsandbytes::QUANTIZATION;
 use super::config_json::{GENERATION, Reader};
 use super::params::ParamTable;
 use super::small_files::{self, TEMPLATES_DIR, TOKENIZER_FILES};
-use super::tensor_files::{TensorFiles, write_json};
+use super::tensor_files::{Names, OF_MODEL, TensorFiles, write_json};
+use super::tuning::{Param, Tuning};
 use super::weights::UnitValues;
 use super::weights::Weights;
 use crate::error::{Error, Result};
@@ -51,6 +55,31 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
+        let export = Self::create(out, OF_MODEL, table, dtype, SHARD_BYTES_MAX)?;
+        write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
+        Ok(export)
+    }
+
+    /// Begins an export of an adapter in the format of PEFT. `table` lists the parameters that train: those of
+    /// `tuning`, in a model with `params`.
+    ///
+    /// # Errors
+    /// The errors of `export`.
+    pub fn begin_adapter(
+        out: &Path,
+        config: &AdapterConfig,
+        tuning: &Tuning,
+        params: &[Param],
+        table: &Arc<ParamTable>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let export = Self::create(out, adapter_files::NAMES, table, dtype, usize::MAX)?;
+        let config = Value::Object(config.to_json(tuning, params));
+        write_json(&export.fresh.join(adapter_config::FILE), &config)?;
+        Ok(export)
+    }
+
+    fn create(out: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Result<Self> {
         if out.file_name().is_none() {
             return Err(Error::usage(format!("cannot export to {}: the path must end with a name", out.display()))
                 .hint("export to a new directory"));
@@ -60,10 +89,8 @@ impl Export {
         remove_leftovers(out)?;
         let fresh = aside(out, "new");
         fs::create_dir(&fresh).map_err(|e| Error::io("create", &fresh, &e))?;
-        let files = TensorFiles::new(&fresh, table, dtype, SHARD_BYTES_MAX);
-        let export = Self { out: out.to_owned(), fresh, files };
-        write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
-        Ok(export)
+        let files = TensorFiles::new(&fresh, names, table, dtype, shard_bytes_max);
+        Ok(Self { out: out.to_owned(), fresh, files })
     }
 
     /// Sets the limit on the bytes of tensors in one file. A larger tensor gets a file of its own.
@@ -167,8 +194,9 @@ pub fn check_target(out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry.map_err(|e| Error::io("read", out, &e))?.file_name();
         let name = name.to_string_lossy();
+        let of_adapter = [adapter_config::FILE, adapter_files::TENSORS];
         let others = ["config.json", GENERATION, "model.safetensors.index.json", TEMPLATES_DIR];
-        let ours = TOKENIZER_FILES.iter().chain(&others).any(|file| *file == name)
+        let ours = TOKENIZER_FILES.iter().chain(&others).chain(&of_adapter).any(|file| *file == name)
             || (name.starts_with("model") && name.ends_with(".safetensors"));
         if !ours {
             return Err(Error::usage(format!(
@@ -233,6 +261,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 /// The keys of the source config.json and the keys that the export itself sets.
 fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     let mut config = arch.source.clone();
+    // Exports hold the values of quantized weights.
+    config.remove(QUANTIZATION);
     let class = match head {
         Head::LanguageModel => arch.family.causal,
         Head::Value => arch.family.classifier,

@@ -69,6 +69,24 @@ impl Checkpoint {
         };
         let names: BTreeSet<&str> = weight_map.values().copied().collect();
         let paths = if names.is_empty() { vec![single] } else { names.iter().map(|n| dir.join(n)).collect() };
+        let found = Self::of_shards(paths)?;
+        for (name, file) in weight_map {
+            if found.by_name.get(name).is_none_or(|&i| !found.shards[i].path.ends_with(file)) {
+                return Err(Error::data(format!(
+                    "{}: {INDEX} maps {name} to {file}, but that file does not contain it",
+                    dir.display()
+                )));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Opens a single file.
+    pub(super) fn open_file(path: PathBuf) -> Result<Self> {
+        Self::of_shards(vec![path])
+    }
+
+    fn of_shards(paths: Vec<PathBuf>) -> Result<Self> {
         let shards = paths.into_iter().map(open_shard).collect::<Result<Vec<Shard>>>()?;
         let mut by_name = BTreeMap::new();
         for (i, shard) in shards.iter().enumerate() {
@@ -77,14 +95,6 @@ impl Checkpoint {
                     let (a, b) = (shards[first].path.display(), shard.path.display());
                     return Err(Error::data(format!("tensor {name} is in two files: {a} and {b}")));
                 }
-            }
-        }
-        for (name, file) in weight_map {
-            if by_name.get(name).is_none_or(|&i| !shards[i].path.ends_with(file)) {
-                return Err(Error::data(format!(
-                    "{}: {INDEX} maps {name} to {file}, but that file does not contain it",
-                    dir.display()
-                )));
             }
         }
         Ok(Self { shards, by_name })
@@ -171,8 +181,8 @@ pub fn other_kind(dir: &Path) -> Option<Error> {
         let config = read_object(&dir.join("adapter_config.json")).ok().flatten().unwrap_or_default();
         let base = config.get("base_model_name_or_path").and_then(|base| base.as_str()).unwrap_or("BASE");
         return Some(Error::data(format!("{shown} is an adapter (LoRA) for {base}, not a model")).hint(format!(
-            "merge it with python -c \"from peft import AutoPeftModelForCausalLM as M; \
-             M.from_pretrained('{shown}').merge_and_unload().save_pretrained('MODEL')\", and copy the tokenizer to MODEL"
+            "name its base model and the adapter: --model {base} --adapter {shown}, in a job model.actor and \
+             model.adapter; or merge both with `rlhf-hpc export {base} --adapter {shown} --out MODEL`"
         )));
     }
     let within = files::entries(dir).unwrap_or_default();
@@ -212,6 +222,15 @@ fn no_safetensors(dir: &Path) -> Error {
         }
         (None, None) => Error::data(format!("{} has no {SINGLE} and no {INDEX}", dir.display()))
             .hint("use a Hugging Face model directory with safetensors files"),
+    }
+}
+
+/// The first names of a list, and the number of the others.
+pub(super) fn listed(names: &[&str]) -> String {
+    let shown = names[..names.len().min(4)].join(", ");
+    match names.len() {
+        0..=4 => shown,
+        n => format!("{shown} and {} more", n - 4),
     }
 }
 

@@ -175,7 +175,7 @@ impl Transformer {
         (dhidden, found, logprobs)
     }
 
-    /// A backward through the head from the states `h` of `rows`. `body` fills their gradient and adds the head's.
+    /// A backward through the head from the states `h` of `rows`. `body` fills their gradient and adds that of a head that trains.
     /// Returns dhidden (t, d).
     fn through_head(
         &self,
@@ -184,14 +184,17 @@ impl Transformer {
         rows: &[u32],
         t: usize,
         grads: &mut Gradients,
-        body: impl FnOnce(Weight, HeadPart, &mut Tensor, WeightMut),
+        body: impl FnOnce(Weight, HeadPart, &mut Tensor, Option<WeightMut>),
     ) -> Tensor {
         let mut dh = h.like(h.rows(), h.width());
         let unit = w.table.unit_of(self.head);
         grads.begin(unit);
         let values = w.unit(unit);
         self.prefetch_backward(w);
-        self.with_head_part(|part| body(values.weight(self.head), part, &mut dh, grads.weight_mut(self.head)));
+        self.with_head_part(|part| {
+            let dw = (!self.head.is_frozen).then(|| grads.weight_mut(self.head));
+            body(values.weight(self.head), part, &mut dh, dw);
+        });
         grads.finish(unit);
         self.tensor.sum_slice(dh.slice_mut());
         scatter(&dh, rows, t)

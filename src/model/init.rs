@@ -42,19 +42,32 @@ pub(super) fn drawn<'a>(spec: &ParamSpec, seed: u64) -> Box<pack::Source<'a>> {
         Init::Zeros => Box::new(|_, to| to.fill(0.0)),
         Init::Ones => Box::new(|_, to| to.fill(1.0)),
         Init::Normal { std } => {
-            let rng = Rng::new(seed, Purpose::Init);
-            let name = twox_hash::XxHash3_64::oneshot(spec.name.as_bytes());
+            let (rng, name) = stream(spec, seed);
             Box::new(move |start, to| normal(rng, name, std, start, to))
+        }
+        Init::Uniform { bound } => {
+            let (rng, name) = stream(spec, seed);
+            Box::new(move |start, to| {
+                for (i, x) in (start as u64..).zip(to) {
+                    *x = (2.0 * rng.uniform(counter(i, name)) - 1.0) * bound;
+                }
+            })
         }
     }
 }
 
+/// The random numbers of a parameter: their generator, and the hash of its name.
+fn stream(spec: &ParamSpec, seed: u64) -> (Rng, u64) {
+    (Rng::new(seed, Purpose::Init), twox_hash::XxHash3_64::oneshot(spec.name.as_bytes()))
+}
+
+fn counter(i: u64, name: u64) -> [u32; 4] {
+    [i as u32, (i >> 32) as u32, name as u32, (name >> 32) as u32]
+}
+
 /// The elements from `start` on. Elements 2i and 2i + 1 are a pair.
 fn normal(rng: Rng, name: u64, std: f32, start: usize, to: &mut [f32]) {
-    let pair = |i: usize| {
-        let pair = i as u64 / 2;
-        rng.normal_pair([pair as u32, (pair >> 32) as u32, name as u32, (name >> 32) as u32])
-    };
+    let pair = |i: usize| rng.normal_pair(counter(i as u64 / 2, name));
     let (head, pairs) = to.split_at_mut((start % 2).min(to.len()));
     for x in head {
         *x = pair(start)[1] * std;

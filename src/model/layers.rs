@@ -1,12 +1,15 @@
 //! The layers of a model. Each declares its parameters, in the order of the table.
 
-use super::arch::{Arch, EMBEDDING, Head};
+use super::arch::{Arch, Head};
 use super::block::Block;
+use super::names::EMBEDDING;
 use super::norm::Norm;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::{Cut, TensorPart};
 use crate::device::Device;
 use crate::tensor::Layout;
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 pub(super) struct Layers {
@@ -60,16 +63,43 @@ impl ParamTable {
     /// # Panics
     /// If the architecture cannot be split into this many parts (`Arch::check_tensor`).
     pub fn on(device: Device, arch: &Arch, head: Head, part: TensorPart) -> Self {
-        Self::with_layers(device, arch, head, part).0
+        Self::with_layers(device, arch, head, part, None).0
     }
 
-    /// The same, and the layers that declared it.
-    pub(super) fn with_layers(device: Device, arch: &Arch, head: Head, part: TensorPart) -> (Self, Layers) {
+    /// The same, and the layers that declared it. `base` is the table of its frozen parameters.
+    pub(super) fn with_layers(
+        device: Device,
+        arch: &Arch,
+        head: Head,
+        part: TensorPart,
+        base: Option<&Arc<Self>>,
+    ) -> (Self, Layers) {
         if let Err(error) = arch.check_tensor(part.size) {
             panic!("{error}");
         }
-        let mut table = Self::empty(device, head, part, arch.init_std);
+        let mut table = Self::empty(device, head, part, arch.init_std).tuned(arch.tuning.as_ref(), base);
         let layers = Layers::declare(&mut table, arch);
         (table, layers)
+    }
+
+    /// The table of a frozen base, of which the parameters `kept` are used.
+    pub fn of_base(device: Device, arch: &Arch, head: Head, part: TensorPart, kept: &BTreeSet<String>) -> Self {
+        let mut table = Self::empty(device, head, part, arch.init_std).keeping(kept);
+        Layers::declare(&mut table, arch);
+        table
+    }
+
+    /// The same table for another part of the model.
+    #[must_use]
+    pub fn for_part(&self, arch: &Arch, part: TensorPart) -> Self {
+        let (device, head) = (self.device(), self.head());
+        self.kept()
+            .map_or_else(|| Self::on(device, arch, head, part), |kept| Self::of_base(device, arch, head, part, kept))
+    }
+
+    /// The same table for a model on the base `base`.
+    #[must_use]
+    pub fn on_base(&self, arch: &Arch, base: &Arc<Self>) -> Self {
+        Self::with_layers(self.device(), arch, self.head(), self.tensor_part(), Some(base)).0
     }
 }

@@ -1,30 +1,50 @@
-//! A projection: y = x W^T + b, for attention and the MLP.
+//! A projection: y = x W^T + b, for attention and the MLP, and its adapter: y += scale (x A^T) B^T (arXiv:2106.09685).
 //!
 //! W is sharded over the ranks of the tensor axis, by outputs or by inputs (arXiv:1909.08053, section 3). With sharded
 //! outputs, each rank has outputs of its own and the gradient of x is a sum over ranks. With sharded inputs, y is a sum
-//! over ranks.
+//! over ranks. The adapter is sharded alike: B (out, rank) by outputs, A (rank, in) by inputs, and the other one is whole
+//! on each rank.
 
 use super::context::Context;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
+use crate::comm::Group;
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Factor, Into, Output};
+use crate::ops::scale;
 use crate::tensor::{Layout, Tensor};
 
 #[derive(Clone, Debug)]
 pub(super) struct Linear {
     weight: ParamId,
     bias: Option<ParamId>,
+    adapter: Option<Adapter>,
+}
+
+#[derive(Clone, Debug)]
+struct Adapter {
+    a: ParamId,
+    b: ParamId,
+    scale: f32,
 }
 
 impl Linear {
-    /// Declares `name.weight` with `dims` = [outputs, inputs] and, with `bias`, `name.bias`. The bias is sharded with the
-    /// outputs. If the inputs are sharded, it is added once, after the sum over ranks.
+    /// Declares `name.weight` with `dims` = [outputs, inputs], with `bias` also `name.bias`, and its adapter if it has
+    /// one. The bias is sharded with the outputs. If the inputs are sharded, it is added once, after the sum over ranks.
     pub(super) fn declare(table: &mut ParamTable, name: &str, dims: [Cut; 2], bias: bool) -> Self {
         let weight = table.add(&format!("{name}.weight"), &dims, Layout::Panel, table.normal());
         let bias = bias.then(|| table.add(&format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros));
-        Self { weight, bias }
+        let [outputs, inputs] = dims;
+        let adapter = table.adapter(name, inputs.size()).map(|(adapter, init)| {
+            let rank = Cut::Whole(adapter.rank);
+            let mut add = |part: &str, dims: [Cut; 2], init| {
+                table.add_own(&format!("{name}.lora_{part}.weight"), &dims, Layout::Panel, init)
+            };
+            let (a, b) = (add("A", [rank, inputs], init), add("B", [outputs, rank], Init::Zeros));
+            Adapter { a, b, scale: adapter.scale }
+        });
+        Self { weight, bias, adapter }
     }
 
     /// y_i = x W_i^T + b_i, for projections with sharded outputs.
@@ -36,11 +56,22 @@ impl Linear {
             Output { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)), y }
         });
         matmul::forward_each(x, outputs);
+        for (y, linear) in results.iter_mut().zip(linears) {
+            if let Some(adapter) = &linear.adapter {
+                adapter.add(w, &adapter.inner(w, x), y);
+            }
+        }
         results
     }
 
     /// act(x Wgate^T + b) * (x Wup^T + b), for projections with sharded outputs.
     pub(super) fn glu(w: &Unit, x: &Tensor, linears: [&Self; 2], activation: Activation) -> Tensor {
+        if linears.iter().any(|linear| linear.adapter.is_some()) {
+            let [gate, up] = Self::forward_each(w, x, linears);
+            let mut act = gate.like(gate.rows(), gate.width());
+            glu::forward(activation, &gate, &up, &mut act);
+            return act;
+        }
         let factors =
             linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
         let mut act = x.like(x.rows(), factors[0].w.n);
@@ -61,34 +92,127 @@ impl Linear {
             Some(before) => matmul::forward_onto(before, x, weight, bias, y),
             None => matmul::forward(x, weight, bias, y, Into::Add),
         }
+        if let Some(adapter) = &self.adapter {
+            let inner = adapter.inner_over(c.w, x, c.tensor);
+            if c.tensor.rank() == 0 {
+                adapter.add(c.w, &inner, y);
+            }
+        }
         c.tensor.sum_slice(y.slice_mut());
         before
     }
 
-    /// dx (+)= dy W, dW += dy^T x, db += sum dy. With sharded outputs, dx is this rank's part of the sum.
-    pub(super) fn backward(
+    /// The backward of a projection with sharded inputs: dx (+)= dy W, dW += dy^T x, db += sum dy, and the adapter's.
+    pub(super) fn backward_onto(
         &self,
-        w: &Unit,
+        c: Context,
         x: &Tensor,
         dy: &Tensor,
         dx: &mut Tensor,
         into: Into,
         grads: &mut Gradients,
     ) {
-        self.backward_input(w, dy, dx, into);
-        self.backward_weight(w, x, dy, grads);
+        matmul::backward_input(dy, c.w.weight(self.weight), dx, into);
+        self.backward_base(c.w, x, dy, grads);
+        if let Some(adapter) = &self.adapter {
+            let dinner = adapter.backward_outer(c.w, dy, dx);
+            adapter.backward_weights(c.w, [x, dy], &adapter.inner_over(c.w, x, c.tensor), &dinner, grads);
+        }
     }
 
-    /// dx (+)= dy W
-    pub(super) fn backward_input(&self, w: &Unit, dy: &Tensor, dx: &mut Tensor, into: Into) {
-        matmul::backward_input(dy, w.weight(self.weight), dx, into);
+    /// The backward of a projection with sharded outputs. dx is this rank's part of the sum.
+    pub(super) fn backward(
+        &self,
+        c: Context,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        into: Into,
+        grads: &mut Gradients,
+    ) {
+        let dinner = self.backward_input(c, dy, dx, into);
+        self.backward_weight(c.w, x, dy, dinner, grads);
     }
 
-    /// dW += dy^T x, db += sum dy
-    pub(super) fn backward_weight(&self, w: &Unit, x: &Tensor, dy: &Tensor, grads: &mut Gradients) {
-        matmul::backward_weight(dy, x, grads.weight_mut(self.weight), w.dtype());
-        if let Some(bias) = self.bias {
+    /// dx (+)= dy W, for a projection with sharded outputs: this rank's part of the sum. Returns the gradient of the
+    /// adapter's x A^T.
+    pub(super) fn backward_input(&self, c: Context, dy: &Tensor, dx: &mut Tensor, into: Into) -> Option<Tensor> {
+        matmul::backward_input(dy, c.w.weight(self.weight), dx, into);
+        self.adapter.as_ref().map(|adapter| {
+            let mut dinner = adapter.backward_outer(c.w, dy, dx);
+            c.tensor.sum_slice(dinner.slice_mut());
+            dinner
+        })
+    }
+
+    /// dW += dy^T x, db += sum dy, and the adapter's, for a projection with sharded outputs.
+    pub(super) fn backward_weight(
+        &self,
+        w: &Unit,
+        x: &Tensor,
+        dy: &Tensor,
+        dinner: Option<Tensor>,
+        grads: &mut Gradients,
+    ) {
+        self.backward_base(w, x, dy, grads);
+        if let (Some(adapter), Some(dinner)) = (&self.adapter, dinner) {
+            adapter.backward_weights(w, [x, dy], &adapter.inner(w, x), &dinner, grads);
+        }
+    }
+
+    /// dW += dy^T x and db += sum dy, unless they are frozen.
+    fn backward_base(&self, w: &Unit, x: &Tensor, dy: &Tensor, grads: &mut Gradients) {
+        if !self.weight.is_frozen {
+            matmul::backward_weight(dy, x, grads.weight_mut(self.weight), w.dtype());
+        }
+        if let Some(bias) = self.bias.filter(|bias| !bias.is_frozen) {
             matmul::backward_bias(dy, grads.vector_mut(bias));
         }
+    }
+}
+
+impl Adapter {
+    /// scale x A^T (t, rank)
+    fn inner(&self, w: &Unit, x: &Tensor) -> Tensor {
+        let a = w.weight(self.a);
+        let mut inner = x.like(x.rows(), a.n);
+        matmul::forward(x, a, None, &mut inner, Into::Overwrite);
+        scale::by(self.scale, &mut inner);
+        inner
+    }
+
+    /// The same for sharded inputs: a sum over ranks.
+    fn inner_over(&self, w: &Unit, x: &Tensor, tensor: &Group) -> Tensor {
+        let mut inner = self.inner(w, x);
+        tensor.sum_slice(inner.slice_mut());
+        inner
+    }
+
+    /// y += inner B^T
+    fn add(&self, w: &Unit, inner: &Tensor, y: &mut Tensor) {
+        matmul::forward(inner, w.weight(self.b), None, y, Into::Add);
+    }
+
+    /// dinner = scale dy B, dx += dinner A
+    fn backward_outer(&self, w: &Unit, dy: &Tensor, dx: &mut Tensor) -> Tensor {
+        let b = w.weight(self.b);
+        let mut dinner = dy.like(dy.rows(), b.k);
+        matmul::backward_input(dy, b, &mut dinner, Into::Overwrite);
+        scale::by(self.scale, &mut dinner);
+        matmul::backward_input(&dinner, w.weight(self.a), dx, Into::Add);
+        dinner
+    }
+
+    /// dA += dinner^T x, dB += dy^T inner
+    fn backward_weights(
+        &self,
+        w: &Unit,
+        [x, dy]: [&Tensor; 2],
+        inner: &Tensor,
+        dinner: &Tensor,
+        grads: &mut Gradients,
+    ) {
+        matmul::backward_weight(dy, inner, grads.weight_mut(self.b), w.dtype());
+        matmul::backward_weight(dinner, x, grads.weight_mut(self.a), w.dtype());
     }
 }

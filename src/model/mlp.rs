@@ -77,14 +77,14 @@ impl Body for Mlp {
         let MlpSaved { n, gate, up, act } = saved;
         let (t, f) = (gate.rows(), gate.width());
         let mut dact = gate.like(t, f);
-        self.down.backward(c.w, &act, dy, &mut dact, Into::Overwrite, grads);
+        self.down.backward_onto(c, &act, dy, &mut dact, Into::Overwrite, grads);
         // `act` has served: its memory takes dgate.
         let (mut dgate, mut dup) = (act, gate.like(t, f));
         glu::backward(self.activation, &gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
         let mut dn = n.like(t, n.width());
-        self.gate.backward(c.w, &n, &dgate, &mut dn, Into::Overwrite, grads);
-        self.up.backward(c.w, &n, &dup, &mut dn, Into::Add, grads);
+        self.gate.backward(c, &n, &dgate, &mut dn, Into::Overwrite, grads);
+        self.up.backward(c, &n, &dup, &mut dn, Into::Add, grads);
         c.tensor.sum_slice(dn.slice_mut());
         dn
     }

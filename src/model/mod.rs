@@ -3,18 +3,23 @@
 //! Families are data (`families`, `Arch`). One transformer serves training, scoring and rollout, which differ only in
 //! the source of attention's keys (`Keys`).
 
+pub mod adapter_config;
+pub mod adapter_files;
 pub mod arch;
+pub mod bitsandbytes;
 mod block_spec;
 pub mod cost;
 pub mod export;
 pub mod families;
 pub mod init;
 pub mod load;
+pub mod merge;
 pub mod non_finite;
 pub mod params;
 pub mod rope;
 pub mod small_files;
 pub mod transformer;
+pub mod tuning;
 mod weights;
 
 mod attention;
@@ -28,6 +33,7 @@ mod kv_copies;
 mod layers;
 mod linear;
 mod mlp;
+mod names;
 mod norm;
 mod part;
 mod ring;

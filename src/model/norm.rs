@@ -5,7 +5,7 @@ use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
 use crate::ops::rmsnorm;
-use crate::tensor::{Layout, Tensor};
+use crate::tensor::{Flat, Layout, Tensor};
 
 #[derive(Clone, Debug)]
 pub(super) struct Norm {
@@ -43,7 +43,7 @@ impl Norm {
         (y, rstd)
     }
 
-    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy. Each rank's heads add to dw: the sum starts from the first rank's
+    /// dx += (dy / dx)^T dy, dw += (dy / dw)^T dy if w trains. Each rank's heads add to dw: the sum starts from the first rank's
     /// dw.
     pub(super) fn backward(
         &self,
@@ -54,11 +54,18 @@ impl Norm {
         dx: &mut Tensor,
         grads: &mut Gradients,
     ) {
+        let w = c.w.vector(self.weight);
+        if self.weight.is_frozen {
+            // The operation has no form without dw, whose cost is small compared with dx.
+            let mut unused = Flat::zeros(x.device(), w.len());
+            rmsnorm::backward(x, w, rstd, dy, dx, unused.all_mut());
+            return;
+        }
         let mut dw = grads.vector_mut(self.weight);
         if self.is_per_head && c.tensor.rank() > 0 {
             dw.clear();
         }
-        rmsnorm::backward(x, c.w.vector(self.weight), rstd, dy, dx, dw.reborrow());
+        rmsnorm::backward(x, w, rstd, dy, dx, dw.reborrow());
         if self.is_per_head {
             c.tensor.sum_slice(dw);
         }

@@ -3,10 +3,13 @@
 
 use super::arch::Head;
 use super::part::{Cut, TensorPart};
+use super::tuning::{Adapter, Param, Tuning};
+use crate::config::lora::AdapterInit;
 use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The initial values of a new parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -17,11 +20,25 @@ pub enum Init {
     Normal {
         std: f32,
     },
+    /// Uniform in +-bound.
+    Uniform {
+        bound: f32,
+    },
 }
 
-/// Index of a parameter in the table.
+/// A parameter of a model: its index in the model's own table or, if it is frozen, in the table of the base.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId(pub usize);
+pub struct ParamId {
+    pub index: usize,
+    pub is_frozen: bool,
+}
+
+impl ParamId {
+    /// Number `index` of the own table.
+    pub fn own(index: usize) -> Self {
+        Self { index, is_frozen: false }
+    }
+}
 
 /// One parameter.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,8 +57,6 @@ pub struct ParamSpec {
     pub copies: usize,
     pub layout: Layout,
     pub init: Init,
-    /// Whether updates change it. A frozen parameter has no gradient and no weight decay.
-    pub trainable: bool,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
     /// Elements in the flat buffer, padding included.
@@ -77,9 +92,9 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether weight decay applies: to trainable matrices, not to norms and biases.
+    /// Whether weight decay applies: to matrices, not to norms and biases.
     pub fn decays(&self) -> bool {
-        self.trainable && self.shape.len() >= 2
+        self.shape.len() >= 2
     }
 
     pub fn range(&self) -> Range<usize> {
@@ -110,9 +125,18 @@ impl ParamSpec {
 }
 
 /// The parameters in the order of the flat buffer: embedding, layers, final norm, head.
+///
+/// If only a part of a model trains, the model has two tables with equally many units: its own, of what trains, and the
+/// table of its frozen base, which other models may share.
 #[derive(Clone, Debug)]
 pub struct ParamTable {
     head: Head,
+    /// What trains; `None` if all of it does.
+    tuning: Option<Arc<Tuning>>,
+    /// Where the frozen parameters are. A table that only describes a layout has no base.
+    base: Option<Arc<Self>>,
+    /// The only parameters that the table of a base lists.
+    kept: Option<BTreeSet<String>>,
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
     units: Vec<Range<usize>>,
@@ -127,7 +151,42 @@ impl ParamTable {
     /// A table without parameters, for the part of a rank of the tensor axis, laid out for a device.
     pub(super) fn empty(device: Device, head: Head, part: TensorPart, init_std: f32) -> Self {
         let (specs, by_name, units) = (Vec::new(), HashMap::new(), Vec::new());
-        Self { head, specs, by_name, units, len: 0, part, device, init_std }
+        let (tuning, base, kept) = (None, None, None);
+        Self { head, tuning, base, kept, specs, by_name, units, len: 0, part, device, init_std }
+    }
+
+    /// The same, for a model of which only `tuning` trains, with the table of its base if it has one.
+    pub(super) fn tuned(mut self, tuning: Option<&Arc<Tuning>>, base: Option<&Arc<Self>>) -> Self {
+        self.tuning = tuning.cloned();
+        self.base = base.cloned();
+        self
+    }
+
+    /// The same, for a base of which only the parameters `kept` are used.
+    pub(super) fn keeping(mut self, kept: &BTreeSet<String>) -> Self {
+        self.kept = Some(kept.clone());
+        self
+    }
+
+    /// The parameters of a frozen base, if this is its table.
+    pub(super) fn kept(&self) -> Option<&BTreeSet<String>> {
+        self.kept.as_ref()
+    }
+
+    /// The table of the frozen base.
+    pub fn base(&self) -> Option<&Arc<Self>> {
+        self.base.as_ref()
+    }
+
+    /// The adapter of the matrix `name`, and the initial values of its A for `inputs` columns.
+    pub(super) fn adapter(&self, name: &str, inputs: usize) -> Option<(Adapter, Init)> {
+        let tuning = self.tuning.as_ref()?;
+        let adapter = *tuning.adapters.get(name)?;
+        let init = match tuning.init {
+            AdapterInit::Uniform => Init::Uniform { bound: 1.0 / (inputs as f32).sqrt() },
+            AdapterInit::Gaussian => Init::Normal { std: 1.0 / adapter.rank as f32 },
+        };
+        Some((adapter, init))
     }
 
     /// The initial values of a matrix.
@@ -135,8 +194,19 @@ impl ParamTable {
         Init::Normal { std: self.init_std }
     }
 
-    /// Adds a vector or a matrix. At most one of its dims is sharded. On a GPU all matrices are in row layout.
+    /// Adds a vector or a matrix, unless it is frozen. At most one of its dims is sharded. On a GPU all matrices are in
+    /// row layout.
     pub(super) fn add(&mut self, name: &str, dims: &[Cut], layout: Layout, init: Init) -> ParamId {
+        let is_frozen = self.tuning.as_ref().is_some_and(|tuning| !tuning.whole.contains(name));
+        if is_frozen || self.kept.as_ref().is_some_and(|kept| !kept.contains(name)) {
+            let found = self.base.as_ref().map(|base| base.find(name).expect("the base has what is frozen"));
+            return ParamId { index: found.map_or(usize::MAX, |id| id.index), is_frozen };
+        }
+        self.add_own(name, dims, layout, init)
+    }
+
+    /// Adds a vector or a matrix that trains.
+    pub(super) fn add_own(&mut self, name: &str, dims: &[Cut], layout: Layout, init: Init) -> ParamId {
         let rows = dims[0].held(self.part);
         let columns = dims.get(1).unwrap_or(&Cut::Whole(1)).held(self.part);
         let [columns] = &columns[..] else { unreachable!("columns in {} pieces", columns.len()) };
@@ -146,7 +216,7 @@ impl ParamTable {
         let layout = layout.on(self.device);
         let len = layout.len(held[0], held[1]);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
-        let id = ParamId(self.specs.len());
+        let id = ParamId::own(self.specs.len());
         self.by_name.insert(name.to_owned(), id);
         self.specs.push(ParamSpec {
             name: name.to_owned(),
@@ -157,7 +227,6 @@ impl ParamTable {
             copies,
             layout,
             init,
-            trainable: true,
             offset: self.len,
             len,
         });
@@ -171,7 +240,10 @@ impl ParamTable {
         let same = |(a, b): (&ParamSpec, &ParamSpec)| {
             (&a.name, &a.cuts, a.layout, a.offset) == (&b.name, &b.cuts, b.layout, b.offset)
         };
-        places(self) == places(other) && self.specs.iter().zip(&other.specs).all(same)
+        let is_same = |(a, b): (&Arc<Self>, &Arc<Self>)| a.is_laid_out_as(b);
+        places(self) == places(other)
+            && self.specs.iter().zip(&other.specs).all(same)
+            && self.base.iter().zip(&other.base).all(is_same)
     }
 
     /// Ends a unit: the parameters since the one before.
@@ -205,19 +277,8 @@ impl ParamTable {
     }
 
     pub fn spec(&self, id: ParamId) -> &ParamSpec {
-        &self.specs[id.0]
-    }
-
-    /// Excludes the parameters that `frozen` selects from training.
-    pub fn freeze(&mut self, frozen: impl Fn(&ParamSpec) -> bool) {
-        self.specs.iter_mut().for_each(|spec| spec.trainable &= !frozen(spec));
-    }
-
-    /// The ranges of a unit's frozen parameters, counted from its start.
-    pub fn frozen(&self, unit: usize) -> impl Iterator<Item = Range<usize>> {
-        let unit = &self.units[unit];
-        let frozen = self.specs.iter().filter(|spec| !spec.trainable && unit.contains(&spec.offset));
-        frozen.map(|spec| spec.offset - unit.start..spec.offset - unit.start + spec.len)
+        debug_assert!(!id.is_frozen, "a frozen parameter is in the table of the base");
+        &self.specs[id.index]
     }
 
     /// The number of elements of the flat buffer.
@@ -228,6 +289,11 @@ impl ParamTable {
     /// The number of parameters, as papers count them: without padding.
     pub fn parameters(&self) -> usize {
         self.specs.iter().map(ParamSpec::elements).sum()
+    }
+
+    /// The name and the whole shape of each parameter.
+    pub fn shapes(&self) -> Vec<Param> {
+        self.specs.iter().map(|spec| Param { name: spec.name.clone(), shape: spec.full() }).collect()
     }
 
     pub fn find(&self, name: &str) -> Option<ParamId> {
@@ -245,11 +311,17 @@ impl ParamTable {
         let Range { start, end } = *range;
         let first = self.specs.partition_point(|s| s.offset + s.len <= start);
         let touched = self.specs[first..].iter().enumerate().take_while(move |(_, s)| s.offset < end);
-        touched.map(move |(i, s)| (ParamId(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
+        touched.map(move |(i, s)| (ParamId::own(first + i), start.max(s.offset)..end.min(s.offset + s.len)))
     }
 
-    /// The unit of a parameter.
+    /// The unit of a parameter, of the own table or of the base.
+    ///
+    /// # Panics
+    /// If the parameter is frozen, and the table has no base.
     pub fn unit_of(&self, id: ParamId) -> usize {
+        if id.is_frozen {
+            return self.base.as_ref().expect("a base").unit_of(ParamId::own(id.index));
+        }
         let offset = self.spec(id).offset;
         self.units.partition_point(|unit| unit.end <= offset)
     }

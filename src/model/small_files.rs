@@ -33,6 +33,24 @@ pub fn of_tokenizer(dir: &Path) -> Result<Vec<String>> {
     Ok(TOKENIZER_FILES.map(str::to_owned).into_iter().chain(templates(dir)?).collect())
 }
 
+/// Whether the directory of an adapter has a tokenizer with other files than its base model's.
+///
+/// # Errors
+/// `Io` if a file cannot be read.
+pub fn has_other_tokenizer(adapter: &Path, base: &Path) -> Result<bool> {
+    let read = |dir: &Path, name: &str| files::if_any(&dir.join(name), files::read);
+    if !adapter.join("tokenizer.json").is_file() {
+        return Ok(false);
+    }
+    for name in of_tokenizer(adapter)? {
+        let own = read(adapter, &name)?;
+        if own.is_some() && own != read(base, &name)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
 /// The small files of a model directory that may exist: configuration and tokenizer.
 ///
 /// # Errors

@@ -23,6 +23,7 @@ const CHUNK: usize = 1 << 16;
 #[derive(Debug)]
 pub(super) struct TensorFiles {
     dir: PathBuf,
+    names: Names,
     table: Arc<ParamTable>,
     dtype: DType,
     /// The parameters of each file.
@@ -35,6 +36,17 @@ pub(super) struct TensorFiles {
     staging: Staging,
 }
 
+/// The names in an export.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Names {
+    /// The start of the files' names.
+    pub file: &'static str,
+    /// The text before each parameter's name.
+    pub prefix: &'static str,
+}
+
+pub(super) const OF_MODEL: Names = Names { file: "model", prefix: "" };
+
 /// A piece of a parameter: in memory order, row by row, and in bf16.
 #[derive(Debug, Default)]
 struct Staging {
@@ -45,7 +57,7 @@ struct Staging {
 
 impl TensorFiles {
     /// Files of at most `shard_bytes_max` bytes of tensors each. A larger tensor gets a file of its own.
-    pub(super) fn new(dir: &Path, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
+    pub(super) fn new(dir: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
         let mut files: Vec<Range<usize>> = Vec::new();
         let mut bytes = 0;
         for (i, spec) in table.specs().iter().enumerate() {
@@ -61,6 +73,7 @@ impl TensorFiles {
         }
         Self {
             dir: dir.into(),
+            names,
             table: table.clone(),
             dtype,
             files,
@@ -73,13 +86,14 @@ impl TensorFiles {
 
     /// The same with another limit.
     pub(super) fn cut_at(&self, shard_bytes_max: usize) -> Self {
-        Self::new(&self.dir, &self.table, self.dtype, shard_bytes_max)
+        Self::new(&self.dir, self.names, &self.table, self.dtype, shard_bytes_max)
     }
 
     fn name(&self, file: usize) -> String {
+        let stem = self.names.file;
         match self.files.len() {
-            1 => "model.safetensors".into(),
-            n => format!("model-{:05}-of-{n:05}.safetensors", file + 1),
+            1 => format!("{stem}.safetensors"),
+            n => format!("{stem}-{:05}-of-{n:05}.safetensors", file + 1),
         }
     }
 
@@ -91,7 +105,7 @@ impl TensorFiles {
         let (table, mut staging) = (self.table.clone(), std::mem::take(&mut self.staging));
         for (id, part) in table.parts(&values.range()) {
             let spec = table.spec(id);
-            assert!(id.0 == self.next && part == spec.range(), "{} is written out of order", spec.name);
+            assert!(id.index == self.next && part == spec.range(), "{} is written out of order", spec.name);
             let (n, k) = spec.full_dims();
             let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
             for first in (0..n).step_by(each) {
@@ -135,7 +149,7 @@ impl TensorFiles {
     }
 
     fn begin(&mut self, file: usize) -> Result<()> {
-        let header = header(&self.table.specs()[self.files[file].clone()], self.dtype);
+        let header = header(self.names.prefix, &self.table.specs()[self.files[file].clone()], self.dtype);
         let file = self.open.insert(LargeFile::create(&self.dir.join(self.name(file)))?);
         file.write(&(header.len() as u64).to_le_bytes())?;
         file.write(&header)
@@ -192,7 +206,7 @@ fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u
 }
 
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
-fn header(specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
+fn header(prefix: &str, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let name = match dtype {
         DType::F32 => "F32",
         DType::Bf16 => "BF16",
@@ -203,7 +217,7 @@ fn header(specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     for spec in specs {
         let end = start + spec.elements() * dtype.bytes();
         let entry = json!({"dtype": name, "shape": spec.shape, "data_offsets": [start, end]});
-        entries.insert(spec.name.clone(), entry);
+        entries.insert(format!("{prefix}{}", spec.name), entry);
         start = end;
     }
     let mut header = serde_json::Value::Object(entries).to_string().into_bytes();

@@ -8,7 +8,7 @@ use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
-use super::weights::{Gradients, Unit, Weights};
+use super::weights::{Gradients, Unit, UnitValues, Weights};
 use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
 use crate::device::Device;
@@ -104,7 +104,7 @@ impl Transformer {
     /// If the table lists another rank's parts.
     pub fn for_axes(arch: &Arch, table: &ParamTable, axes: &Axes) -> Self {
         let (device, part) = (table.device(), TensorPart::from_group(&axes.tensor));
-        let (own, layers) = ParamTable::with_layers(device, arch, table.head(), part);
+        let (own, layers) = ParamTable::with_layers(device, arch, table.head(), part, table.base());
         assert!(own.is_laid_out_as(table), "the table must list this rank's part");
         let Layers { embedding, blocks, norm, head } = layers;
         Self {
@@ -197,8 +197,9 @@ impl Transformer {
 
     /// The addresses from which `decode` reads weights and angles. A graph of it is valid while they stay the same.
     pub fn addresses(&self, w: &Weights) -> Vec<Arg> {
-        let units = (0..w.table.units().len()).filter_map(|unit| w.local(unit).address());
-        units.chain([self.rope.place()]).collect()
+        let tables = [Some(w), w.base.as_deref()];
+        let units = tables.into_iter().flatten().flat_map(|w| (0..w.table.units().len()).map(|unit| w.local(unit)));
+        units.filter_map(UnitValues::address).chain([self.rope.place()]).collect()
     }
 
     /// The rows of the embedding (t, d) that `tokens` name.
@@ -267,8 +268,10 @@ impl Transformer {
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
-        let dw = grads.weight_mut(self.embedding);
-        embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
+        if !self.embedding.is_frozen {
+            let dw = grads.weight_mut(self.embedding);
+            embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
+        }
         grads.finish(EMBEDDING);
     }
 

@@ -5,20 +5,23 @@ mod gradients;
 mod moves;
 pub mod pack;
 pub mod partition;
+pub(super) mod quantized;
 pub mod reshard;
 mod unit;
 
 use self::partition::{Partition, Shards};
+use self::quantized::{QuantizedUnit, QuantizedUnits};
 use self::unit::check_cut;
-use super::params::ParamTable;
+use super::params::{ParamId, ParamTable};
 use crate::comm::{Pending, Stream};
 use crate::device::Device;
 use crate::device::cuda::owned_by;
 use crate::sys::lock::lock;
-use crate::tensor::DType;
 use crate::tensor::arena::{self, Buffer};
+use crate::tensor::{DType, Slice, Weight};
 use std::collections::VecDeque;
-use std::ops::{Deref, Range};
+use std::ops::Range;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -31,10 +34,14 @@ const PREFETCHED_MAX: usize = 2;
 /// All parameters of one model, in the working dtype.
 pub struct Weights {
     pub table: Arc<ParamTable>,
+    /// The frozen parameters, if only a part of the model trains. Other models may share them.
+    pub base: Option<Rc<Self>>,
     dtype: DType,
     /// For each unit all values, or this rank's range if `gathered` is set.
     units: Vec<UnitValues>,
     gathered: Option<Gathered>,
+    /// The units in nf4, of which `units` has no values.
+    quantized: Option<QuantizedUnits>,
     /// The units that `all_gather` still gathers.
     gathering: Vec<(usize, Pending<UnitValues>)>,
 }
@@ -64,7 +71,7 @@ impl Weights {
     pub(super) fn from_units(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
-        Self { table, dtype, units, gathered: None, gathering: Vec::new() }
+        Self { table, base: None, dtype, units, gathered: None, quantized: None, gathering: Vec::new() }
     }
 
     /// Builds weights. `fill` sets the values of one unit after another. At stage 3 a unit is this rank's range. At the
@@ -89,7 +96,42 @@ impl Weights {
         let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
         let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
         let gathered = shards.weights().then(|| Gathered { partition, stream, cache: Mutex::default() });
-        Ok(Self { table, dtype, units, gathered, gathering: Vec::new() })
+        Ok(Self { table, base: None, dtype, units, gathered, quantized: None, gathering: Vec::new() })
+    }
+
+    /// Weights of a frozen base in nf4, whole on each rank of the ZeRO axis. `build` returns the values of a unit: those
+    /// of layers are quantized.
+    pub(super) fn quantized<E>(
+        table: Arc<ParamTable>,
+        dtype: DType,
+        mut build: impl FnMut(usize) -> Result<QuantizedOrNot, E>,
+    ) -> Result<Self, E> {
+        let (mut units, mut quantized) = (Vec::new(), Vec::new());
+        for u in 0..table.units().len() {
+            let start = table.units()[u].start;
+            let (values, unit) = match build(u)? {
+                QuantizedOrNot::Values(values) => (values, None),
+                QuantizedOrNot::Quantized(unit) => (UnitValues::part_scratch(&table, start..start, dtype), Some(unit)),
+            };
+            units.push(values);
+            quantized.push(unit);
+        }
+        let quantized = Some(QuantizedUnits::new(quantized));
+        Ok(Self { table, base: None, dtype, units, gathered: None, quantized, gathering: Vec::new() })
+    }
+
+    /// Whether layers are in nf4.
+    pub fn is_quantized(&self) -> bool {
+        self.quantized.is_some()
+    }
+
+    /// The same on a base, whose table the model's own table refers to.
+    #[must_use]
+    pub fn on_base(mut self, base: Option<Rc<Self>>) -> Self {
+        let tables = [self.table.base(), base.as_ref().map(|base| &base.table)];
+        assert!(matches!(tables, [None, None]) || matches!(tables, [Some(a), Some(b)] if Arc::ptr_eq(a, b)));
+        self.base = base;
+        self
     }
 
     /// This rank's weights with unspecified values.
@@ -108,16 +150,20 @@ impl Weights {
         self.gathered.is_some()
     }
 
-    /// The parameters of unit `index`. If weights are sharded, this is a collective, unless the unit is also the last
+    /// The parameters of unit `index`, those of the base included. If weights are sharded, this is a collective, unless the unit is also the last
     /// one requested. Every rank requests the same units in the same order. Gathered values live as long as the `Unit`,
     /// and at least until the next request.
     pub fn unit(&self, index: usize) -> Unit<'_> {
-        let Some(gathered) = &self.gathered else { return Unit::Here(self.local(index)) };
+        Unit { own: self.own_unit(index), base: self.base.as_ref().map(|base| base.own_unit(index)) }
+    }
+
+    fn own_unit(&self, index: usize) -> Held<'_> {
+        let Some(gathered) = self.gathered_on_use(index) else { return self.here(index) };
         let mut cache = lock(&gathered.cache);
         if let Some((held, values)) = &cache.held
             && *held == index
         {
-            return Unit::Gathered(values.clone());
+            return Held::Gathered(values.clone());
         }
         // Its memory serves the next one.
         cache.held = None;
@@ -128,13 +174,21 @@ impl Weights {
         };
         let values = Arc::new(pending.wait());
         cache.held = Some((index, values.clone()));
-        Unit::Gathered(values)
+        Held::Gathered(values)
+    }
+
+    /// How to gather a unit on use, unless it is here. A unit of frozen parameters alone has nothing to gather.
+    fn gathered_on_use(&self, unit: usize) -> Option<&Gathered> {
+        self.gathered.as_ref().filter(|_| !self.table.units()[unit].is_empty())
     }
 
     /// Starts to gather unit `index` in the background for the next `unit(index)`. Does nothing if weights are not
     /// sharded.
     pub fn prefetch(&self, index: usize) {
-        let Some(gathered) = &self.gathered else { return };
+        if let Some(base) = &self.base {
+            base.prefetch(index);
+        }
+        let Some(gathered) = self.gathered_on_use(index) else { return };
         let mut cache = lock(&gathered.cache);
         let held = cache.held.iter().map(|(held, _)| held);
         if held.chain(cache.prefetched.iter().map(|(prefetched, _)| prefetched)).any(|unit| *unit == index) {
@@ -182,6 +236,10 @@ impl Weights {
         if let Some(gathered) = &self.gathered {
             *lock(&gathered.cache) = Cache::default();
         }
+        self.quantized.iter().for_each(QuantizedUnits::release);
+        if let Some(base) = &self.base {
+            base.release();
+        }
     }
 
     pub fn dtype(&self) -> DType {
@@ -201,15 +259,23 @@ impl Weights {
         self.units.iter_mut().flat_map(UnitValues::buffers_mut)
     }
 
-    /// The bytes that stay on this rank. Gathered units are not included.
+    /// The bytes that stay on this rank, without the base. Gathered units are not included.
     pub fn bytes(&self) -> usize {
-        self.units.iter().map(UnitValues::bytes).sum()
+        let quantized = self.quantized.iter().flat_map(|all| all.units.iter().flatten().map(QuantizedUnit::bytes));
+        self.units.iter().map(UnitValues::bytes).chain(quantized).sum()
     }
 
     /// This rank's values of a unit.
     pub fn local(&self, unit: usize) -> &UnitValues {
         self.units[unit].wait();
         &self.units[unit]
+    }
+
+    /// This rank's values of a unit, dequantized if it is in nf4.
+    pub(super) fn here(&self, unit: usize) -> Held<'_> {
+        let quantized = self.quantized.as_ref();
+        let values = quantized.and_then(|units| units.values(&self.table, self.dtype, unit));
+        values.map_or_else(|| Held::Here(self.local(unit)), Held::Gathered)
     }
 
     /// This rank's values of a unit. Call `all_gather` and `finish_update` after a change.
@@ -255,7 +321,7 @@ impl Weights {
     /// Starts to all-gather a unit in the background after each rank has updated its own range of it (stages 1 and 2).
     /// The unit is not available until `finish_update`.
     pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
-        if !shards.optimizer() || shards.weights() {
+        if !shards.optimizer() || shards.weights() || self.table.units()[unit].is_empty() {
             return;
         }
         let start = self.table.units()[unit].start;
@@ -279,19 +345,51 @@ impl Weights {
     }
 }
 
-/// The parameters of one unit of the table, for layers.
+/// The values of a unit of a frozen base.
+pub(super) enum QuantizedOrNot {
+    Values(UnitValues),
+    Quantized(QuantizedUnit),
+}
+
+/// The parameters of one unit of a model, for layers.
 #[derive(Debug)]
-pub enum Unit<'a> {
+pub struct Unit<'a> {
+    own: Held<'a>,
+    base: Option<Held<'a>>,
+}
+
+#[derive(Debug)]
+pub(super) enum Held<'a> {
     Here(&'a UnitValues),
     Gathered(Arc<UnitValues>),
 }
 
-impl Deref for Unit<'_> {
-    type Target = UnitValues;
-    fn deref(&self) -> &UnitValues {
+impl Held<'_> {
+    pub fn values(&self) -> &UnitValues {
         match self {
-            Self::Here(values) => values,
-            Self::Gathered(values) => values,
+            Held::Here(values) => values,
+            Held::Gathered(values) => values,
         }
+    }
+}
+
+impl Unit<'_> {
+    fn values(&self, id: ParamId) -> &UnitValues {
+        let held = if id.is_frozen { self.base.as_ref().expect("frozen parameters have a base") } else { &self.own };
+        held.values()
+    }
+
+    /// A matrix. Row-layout matrices are f32 with either dtype.
+    pub fn weight(&self, id: ParamId) -> Weight<'_> {
+        self.values(id).weight(ParamId::own(id.index))
+    }
+
+    /// A norm, a bias or a value head: its elements, padding excluded.
+    pub fn vector(&self, id: ParamId) -> Slice<'_> {
+        self.values(id).vector(ParamId::own(id.index))
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.own.values().dtype()
     }
 }

@@ -157,7 +157,7 @@ pub fn forward(
 }
 
 /// The same with the gradient of sum_t (ce (-logprob[t]) + scale divergence[t]), `weights` = [ce, scale]. dh is
-/// overwritten with this part's share of a sum over all parts. dW is accumulated. With x the student's logits /
+/// overwritten with this part's share of a sum over all parts. dW is accumulated, if the head trains. With x the student's logits /
 /// temperature, the gradients of a divergence are forward_kl: q - p; reverse_kl: q (log q - log p - KL); jsd: q (log(q
 /// / m) - KL(q || m)) / 2.
 pub fn forward_backward(
@@ -169,7 +169,7 @@ pub fn forward_backward(
     [ce, scale]: [f32; 2],
     logprobs: &mut [f32],
     dh: &mut Tensor,
-    dw: WeightMut,
+    dw: Option<WeightMut>,
 ) -> Divergences {
     let t = h.rows();
     let mut against = Against::new(teachers, h, &w, scale);

@@ -151,11 +151,11 @@ pub fn forward_backward(
     dw: WeightMut,
 ) {
     let part = HeadPart::whole(&w);
-    forward_backward_part(h, w, part, targets.into(), temperature, loss, None, logprobs, entropy, dh, dw);
+    forward_backward_part(h, w, part, targets.into(), temperature, loss, None, logprobs, entropy, dh, Some(dw));
 }
 
 /// `forward_backward` on one part of the head: `dh` is this part's share of a sum over all parts. The comparison
-/// `against` adds to dlogits.
+/// `against` adds to dlogits. A frozen head has no `dw`.
 pub fn forward_backward_part(
     h: &Tensor,
     w: Weight,
@@ -167,14 +167,16 @@ pub fn forward_backward_part(
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
-    mut dw: WeightMut,
+    mut dw: Option<WeightMut>,
 ) {
     check_inputs(BACKWARD, h, &w, targets.tokens, temperature, logprobs.len());
     let (t, d) = (h.rows(), h.width());
     assert!(entropy.len() == t, "{BACKWARD}: entropy must hold {t} values, got {}", entropy.len());
     check(BACKWARD, "dh", dh, t, d);
-    check_gradient(BACKWARD, &dw, w.n, w.k);
-    note(null::HEAD_BACKWARD, 3.0, t, &w);
+    if let Some(dw) = &dw {
+        check_gradient(BACKWARD, dw, w.n, w.k);
+    }
+    note(null::HEAD_BACKWARD, if dw.is_some() { 3.0 } else { 2.0 }, t, &w);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets.unmasked(), temperature);
         on_gpu::forward_backward(&head, loss, against, logprobs, entropy, dh, dw);
@@ -210,6 +212,8 @@ pub fn forward_backward_part(
             against.chunk(part, range, &kept[..m * w.n], Some(logits));
         }
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
-        backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
+        if let Some(dw) = &mut dw {
+            backward_weight_rows(logits, h, m, w.n, d, dw.values.reborrow().f32(), head.is_bf16());
+        }
     }
 }

@@ -169,11 +169,10 @@ pub(super) fn forward_backward(
     logprobs: &mut [f32],
     entropy: &mut [f32],
     dh: &mut Tensor,
-    dw: WeightMut,
+    dw: Option<WeightMut>,
 ) {
     let (d, v) = (head.width, head.w.rows);
-    let WeightMut { n, k, values, .. } = dw;
-    let mut dw = values.cuda().part(0..n * k);
+    let mut dw = dw.map(|WeightMut { n, k, values, .. }| (values.cuda().part(0..n * k), n, k));
     let mut dh = dh.cuda_mut();
     let (rows, stride, mut room) = (head.chunk_rows(), head.stride(), head.room());
     let group = (GROUP * rows).min(head.tokens);
@@ -216,6 +215,8 @@ pub(super) fn forward_backward(
         let dlogits = Matrix { values: dlogits.view(DType::Bf16).part(0..m * stride), rows: m, width: v, stride };
         let to = dh.reborrow().part(whole.start * d..whole.end * d);
         matmul::backward_input(Way::Chosen, dlogits, head.w, MatrixMut::new(to, m, d), false);
-        matmul::backward_weight(Way::Chosen, dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), n, k));
+        if let Some((dw, n, k)) = &mut dw {
+            matmul::backward_weight(Way::Chosen, dlogits, head.x(&whole), MatrixMut::new(dw.reborrow(), *n, *k));
+        }
     }
 }

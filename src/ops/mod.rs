@@ -26,6 +26,7 @@ pub mod rmsnorm;
 pub mod rope;
 pub mod rows;
 pub mod sample;
+pub mod scale;
 pub mod value_head;
 pub mod zigzag;
 

@@ -144,13 +144,15 @@ const HOPPER: NullGpu = NullGpu { capability: (9, 0), multiprocessors: 132, shar
 
 /// Dense bf16 with f32 sums, SXM boards, 8 per node. Memory as `nvidia-smi` shows it.
 ///
+/// - A30: NVIDIA A30 Tensor Core GPU datasheet (2022): 165 TFLOP/s, 24 GB at 933 GB/s, NVLink 200 GB/s, PCIe gen4 x16.
 /// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s;
 ///   NVLink 600 GB/s; PCIe gen4 x16, 64 GB/s.
 /// - A800: the A100 80 GB with NVLink of 400 GB/s (NVIDIA A800 Tensor Core GPU datasheet, 2022).
 /// - H100: NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s, PCIe gen5 x16,
 ///   128 GB/s. H800: the same with NVLink of 400 GB/s.
 /// - H200: NVIDIA H200 Tensor Core GPU datasheet (2024): 141 GB at 4.8 TB/s, else as H100.
-const GPUS: [Declared; 6] = [
+const GPUS: [Declared; 7] = [
+    Declared("a30", 25.4, 165.0, 933.0, 200.0, 64.0, NullGpu { multiprocessors: 56, ..AMPERE }),
     Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE),
     Declared("a100-80g", 85.9, 312.0, 2039.0, 600.0, 64.0, AMPERE),
     Declared("a800-80g", 85.9, 312.0, 2039.0, 400.0, 64.0, AMPERE),

@@ -39,7 +39,8 @@ impl Phase {
 }
 
 /// Owners of memory with their group, in the order of the tables. All others are activations.
-const OWNERS: [(&str, &str); 19] = [
+const OWNERS: [(&str, &str); 20] = [
+    ("weights of the frozen base", "weights"),
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),

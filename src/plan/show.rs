@@ -118,7 +118,11 @@ fn step(out: &mut String, job: &Job, choice: &Choice) {
         Recompute::Attention => ", attention recomputed",
         Recompute::Block => ", recomputed",
     };
-    wrap(out, "  step       ", &format!("{step}, {updates} updates of {minibatch}; {batch}; {dtype}{again}"));
+    wrap(
+        out,
+        "  step       ",
+        &format!("{step}, {} of {minibatch}; {batch}; {dtype}{again}", counted(updates, "update")),
+    );
 }
 
 /// Describes the source of the lengths of rows.
@@ -214,7 +218,7 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
     wrap(out, "", &text);
     if let Some(kv) = memory.kv {
         let KvCache { token_bytes, samples, at_once, batches, bytes_wanted, .. } = kv;
-        let (token_bytes, plural) = (grouped(token_bytes as u64), if batches == 1 { "" } else { "s" });
+        let (token_bytes, plural) = (grouped(token_bytes as u64), if batches == 1 { "" } else { "es" });
         let text = format!(
             "kv cache: {token_bytes} bytes per token; {at_once} of {samples} samples at once, {batches} batch{plural}; \
              all at once would take {}",

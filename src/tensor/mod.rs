@@ -7,6 +7,7 @@ pub mod arena;
 mod flat;
 mod free_list;
 mod indices;
+pub mod nf4;
 mod piece;
 mod slice;
 

@@ -1,9 +1,14 @@
 //! Rows of the banner that every job has.
 
 use crate::config::Config;
+use crate::config::model::Quantize;
 use crate::data::Rows;
+use crate::dtype::DType;
+use crate::error::format_bytes;
 use crate::launch::step_shape::StepShape;
-use crate::metrics::{counted, grouped};
+use crate::metrics::{count, counted, grouped};
+use crate::train::models::JobModel;
+use std::collections::BTreeMap;
 
 /// Rows of the banner: use of the data, shape of the steps, learning rates.
 pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(String, String)> {
@@ -42,4 +47,56 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
         ),
         row("lr", rates.collect::<Vec<_>>().join("; ")),
     ]
+}
+
+/// Rows of the banner about the models: their sizes, what of them trains, and the frozen base that they share.
+pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String, String)> {
+    let sizes: Vec<String> = models.iter().map(|model| count(model.whole().parameters() as f64)).collect();
+    let columns = sizes.iter().map(String::len).max().unwrap_or(0);
+    let mut rows = Vec::new();
+    for (i, (model, size)) in models.iter().zip(&sizes).enumerate() {
+        let (dtype, dir) = (config.model.dtype(), model.spec.dir.display());
+        rows.push((
+            model.spec.role.name().to_string(),
+            format!("{size:>columns$} parameters, {}  {dir}", dtype.name()),
+        ));
+        let Some(tuning) = &model.arch.tuning else { continue };
+        let sharing =
+            models[..i].iter().find(|other| other.arch.tuning.is_some() && other.spec.base() == model.spec.base());
+        let base = match sharing {
+            Some(other) => format!("on the frozen base of the {}", other.spec.role.name()),
+            None if config.model.quantize == Quantize::Nf4 => "on a frozen base in nf4".to_string(),
+            None => "on a frozen base".to_string(),
+        };
+        let adapter = &model.spec.adapter;
+        let given =
+            if adapter.as_os_str().is_empty() { String::new() } else { format!(", adapter {}", adapter.display()) };
+        let trained = model.table();
+        if model.spec.optim.is_none() {
+            let what = if tuning.adapters.is_empty() { "" } else { ", with an adapter" };
+            rows.push((String::new(), format!("{base}{what}{given}")));
+            continue;
+        }
+        let mut of_modules: BTreeMap<&str, usize> = BTreeMap::new();
+        for spec in trained.specs() {
+            let module = spec.name.trim_end_matches(".weight").trim_end_matches(".bias");
+            let module = module.trim_end_matches(".lora_A").trim_end_matches(".lora_B");
+            *of_modules.entry(module.rsplit('.').next().unwrap_or(module)).or_default() += spec.elements();
+        }
+        let of_modules: Vec<String> =
+            of_modules.iter().map(|(module, elements)| format!("{module} {}", count(*elements as f64))).collect();
+        let frozen = model.whole().parameters().saturating_sub(trained.parameters());
+        // Gradient and two moments; with bf16 weights, f32 masters, too.
+        let each = size_of::<f32>() * if dtype == DType::Bf16 { 4 } else { 3 };
+        rows.push((
+            String::new(),
+            format!(
+                "trains {} ({}), {base}{given}; {} less gradients and optimizer state",
+                count(trained.parameters() as f64),
+                of_modules.join(", "),
+                format_bytes((frozen * each) as u64)
+            ),
+        ));
+    }
+    rows
 }

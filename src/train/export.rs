@@ -1,14 +1,17 @@
 //! The end of a job: the export, the ledger, a summary.
 
+use super::models::ModelSpec;
 use crate::config::Config;
 use crate::data::Ledger;
 use crate::error::{Result, format_bytes};
 use crate::launch::run::Run;
 use crate::learn::{Learner, Role};
 use crate::metrics::{grouped, keys};
+use crate::model::adapter_config::{AdapterConfig, Task};
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};
-use crate::model::{Arch, small_files};
+use crate::model::merge::collect_merged;
+use crate::model::{Arch, Head, ParamTable, small_files};
 use crate::text::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
@@ -82,18 +85,39 @@ pub fn finish(
 }
 
 /// Writes the export on the actor's first rank, from rows that all its ranks send. No rank holds the whole model, or
-/// even a whole parameter.
+/// even a whole parameter. A model with adapters is exported as its adapter.
 fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
     let (is_first, weights) = (run.ranks.axes.all.rank() == 0, &actor.weights);
     let (arch, dtype) = (actor.arch(), weights.dtype());
+    if let Some(tuning) = arch.tuning.as_deref() {
+        let merged = Arc::new(ParamTable::new(&Arch { tuning: None, ..arch.clone() }, weights.table.head()));
+        if tuning.adapters.is_empty() {
+            let begin = || Export::begin(out, &described(run, actor)?, &merged, dtype, Some(&actor.dir));
+            return collected(is_first, begin, |take| collect_merged(arch, weights, &merged, &run.ranks.axes, take));
+        }
+        let spec = ModelSpec::actor(&run.config, weights.table.head());
+        let config = adapter_config(&run.config, &ModelSpec { dir: actor.dir.clone(), ..spec.located(&run.config)? })?;
+        let (params, own) = (merged.shapes(), Arc::new(actor.whole()));
+        let begin = || Export::begin_adapter(out, &config, tuning, &params, &own, dtype);
+        return collected(is_first, begin, |take| collect(arch, weights, &run.ranks.axes, take));
+    }
     if run.ranks.axes.tensor.size() == 1 && !weights.is_sharded() {
         let all = || export::export(out, &described(run, actor)?, weights, dtype, Some(&actor.dir));
         return if is_first { all() } else { Ok(()) };
     }
     let begin = || Export::begin(out, &described(run, actor)?, &Arc::new(actor.whole()), dtype, Some(&actor.dir));
+    collected(is_first, begin, |take| collect(arch, weights, &run.ranks.axes, take))
+}
+
+/// Writes on the first rank the rows of parameters that `collect` hands out.
+fn collected(
+    is_first: bool,
+    begin: impl FnOnce() -> Result<Export>,
+    collect: impl FnOnce(&mut dyn FnMut(usize, &[f32])),
+) -> Result<()> {
     let mut export = if is_first { begin().map(Some) } else { Ok(None) };
     // Every rank sends all its rows, even if the writer has failed.
-    collect(arch, weights, &run.ranks.axes, |parameter, rows| {
+    collect(&mut |parameter, rows| {
         if let Ok(Some(under_way)) = &mut export
             && let Err(error) = under_way.rows(parameter, rows)
         {
@@ -101,6 +125,19 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
         }
     });
     export?.map_or(Ok(()), Export::commit)
+}
+
+/// The settings of the adapter of a trained model: those of the job, or of the adapter that it started from.
+pub fn adapter_config(config: &Config, model: &ModelSpec) -> Result<AdapterConfig> {
+    let ModelSpec { role, dir, adapter, head, .. } = model;
+    let task = if *head == Head::Value { Task::Value } else { Task::LanguageModel };
+    let base = Some(std::path::absolute(dir).unwrap_or_else(|_| dir.clone()).display().to_string());
+    let settings = if adapter.as_os_str().is_empty() {
+        config.lora.of_role(*role)
+    } else {
+        AdapterConfig::read(adapter)?.settings
+    };
+    Ok(AdapterConfig { settings, base, task })
 }
 
 /// The architecture with all end tokens of the job, and with its use of the chat template.

@@ -1,7 +1,8 @@
 //! The inputs of a job: models, rows and rewards, each file with a hash of its contents. A checkpoint keeps the hashes,
 //! so that a resume detects changed contents under the same path.
 
-use super::models::JobModel;
+use super::models::{self, JobModel};
+use crate::checkpoint::Checkpoint;
 use crate::comm::records;
 use crate::config::Config;
 use crate::config::checkpoint::ChangedInputs;
@@ -10,6 +11,7 @@ use crate::data::{self, Hashes, Prepared, Reading, RowKind, SourceFile};
 use crate::error::{Error, Result};
 use crate::launch::run::Run;
 use crate::launch::run_lock::{INPUTS, PREPARED};
+use crate::model::adapter_files;
 use crate::model::small_files;
 use crate::model::weight_files;
 use crate::text::Tokenizer;
@@ -44,6 +46,14 @@ impl Hashed {
     pub fn all(mut self, run: &Run, models: &[JobModel]) -> Result<Inputs> {
         let is_needed = !run.dry_run || run.checkpoints().exists();
         self.add(run, || if is_needed { models_and_rewards(&run.config, models) } else { Ok(Vec::new()) })?;
+        for model in models.iter().filter(|_| is_needed) {
+            let Some(saved) = model.spec.saved.as_ref().filter(|saved| saved.tuning.is_some()) else { continue };
+            if !run.ranks.all.agree(compare_base(&saved.checkpoint, model, &self.inputs))? {
+                let (dir, checkpoint) = (model.spec.dir.display(), saved.checkpoint.dir.display());
+                run.recorder
+                    .warn(&format!("cannot check that {dir} is the base model of {checkpoint}: it has no hashes"));
+            }
+        }
         let is_saver = run.ranks.world.rank == 0 && !run.dry_run;
         run.ranks.all.agree(if is_saver { self.hashes.save(&run.dir.join(INPUTS)) } else { Ok(()) })?;
         Ok(self.inputs)
@@ -66,16 +76,8 @@ impl Hashed {
 /// The existing files of models and rewards.
 fn models_and_rewards(config: &Config, models: &[JobModel]) -> Result<Vec<SourceFile>> {
     let mut files = Vec::new();
-    for (i, JobModel { spec, .. }) in models.iter().enumerate() {
-        // The tokenizer is the first model's.
-        let small = if i == 0 { small_files::names(&spec.dir)? } else { vec!["config.json".to_owned()] };
-        for name in small.into_iter().chain(weight_files(&spec.dir)) {
-            // Several models of a role are numbered.
-            let same = models[..i].iter().filter(|other| other.spec.role == spec.role).count();
-            let number = if same > 0 { format!("[{same}]") } else { String::new() };
-            let (key, path) = (format!("model.{}{number}", spec.role.name()), spec.dir.join(&name));
-            files.push(SourceFile { key, file: format!("/{name}"), path });
-        }
+    for i in 0..models.len() {
+        files.extend(model_files(models, i)?);
     }
     let of_environments = config.reward.environment.iter().flat_map(|environment| &environment.python);
     for (i, python) in config.reward.python.iter().chain(of_environments).enumerate() {
@@ -84,6 +86,90 @@ fn models_and_rewards(config: &Config, models: &[JobModel]) -> Result<Vec<Source
     }
     files.retain(|file| file.path.is_file());
     Ok(files)
+}
+
+/// The files of a model and of its adapter that may exist.
+fn model_files(models: &[JobModel], i: usize) -> Result<Vec<SourceFile>> {
+    let spec = &models[i].spec;
+    // The tokenizer is the first model's.
+    let small = if i == 0 { small_files::names(&spec.dir)? } else { vec!["config.json".to_owned()] };
+    let of_model = small.into_iter().chain(weight_files(&spec.dir)).map(|name| (key(models, i), &spec.dir, name));
+    let of_adapter = adapter_files::ALL.map(|name| (format!("{}.adapter", key(models, i)), &spec.adapter, name.into()));
+    let of_adapter = of_adapter.into_iter().filter(|_| !spec.adapter.as_os_str().is_empty());
+    let file = |(key, dir, name): (String, &PathBuf, String)| SourceFile {
+        key,
+        path: dir.join(&name),
+        file: format!("/{name}"),
+    };
+    Ok(of_model.chain(of_adapter).map(file).collect())
+}
+
+/// Gives models with equal files one directory, so that they share a frozen base.
+pub fn unify(config: &Config, all: &mut [JobModel], inputs: &Inputs) -> Result<()> {
+    let hashes: Vec<_> = (0..all.len()).map(|i| inputs.get(&key(all, i))).collect();
+    for i in 1..all.len() {
+        let is_same = |j: &usize| hashes[i].zip(hashes[*j]).is_some_and(|(own, other)| is_same_model(own, other));
+        if let Some(first) = (0..i).find(is_same) {
+            let dir = all[first].spec.dir.clone();
+            all[i].spec.dir = dir;
+        }
+    }
+    models::tune(config, all)
+}
+
+/// Compares the files of the frozen base of a trained model with those of the job that saved `checkpoint`. Returns
+/// whether the checkpoint has hashes of all of them.
+///
+/// # Errors
+/// `Data`, naming files that have changed or are missing; `Io`.
+pub fn check_base(checkpoint: &Checkpoint, model: &JobModel) -> Result<bool> {
+    let mut now = Inputs::new();
+    for SourceFile { key, file, path } in model_files(std::slice::from_ref(model), 0)? {
+        if is_of_base(&file) && path.is_file() {
+            now.entry(key).or_default().insert(file, FileHash::from_file(&path)?.xxh3);
+        }
+    }
+    compare_base(checkpoint, model, &now)
+}
+
+/// The same with the hashes `now`.
+fn compare_base(checkpoint: &Checkpoint, model: &JobModel, now: &Inputs) -> Result<bool> {
+    let inputs = &checkpoint.manifest.state["run"]["inputs"];
+    let saved: Inputs = serde_json::from_value(inputs.clone()).unwrap_or_default();
+    let (mut is_known, mut changed) = (true, BTreeSet::new());
+    let of_model = key(std::slice::from_ref(model), 0);
+    for (key, dir) in [(of_model.clone(), &model.spec.dir), (format!("{of_model}.adapter"), &model.spec.adapter)] {
+        let [saved, now] = [&saved, now].map(|inputs| inputs.get(&key).cloned().unwrap_or_default());
+        let files: BTreeSet<&String> = saved.keys().chain(now.keys()).filter(|file| is_of_base(file)).collect();
+        for file in files {
+            match saved.get(file) {
+                Some(hash) if now.get(file) != Some(hash) => drop(changed.insert(format!("{}{file}", dir.display()))),
+                found => is_known &= found.is_some(),
+            }
+        }
+    }
+    if changed.is_empty() {
+        return Ok(is_known);
+    }
+    let (dir, changed) = (checkpoint.dir.display(), changed.into_iter().collect::<Vec<_>>().join(", "));
+    Err(Error::data(format!("the base model of {dir} has changed: {changed}"))
+        .hint("restore the files that its job began with"))
+}
+
+/// The key of a model's files. Several models of a role are numbered.
+fn key(models: &[JobModel], i: usize) -> String {
+    let role = models[i].spec.role;
+    let same = models[..i].iter().filter(|other| other.spec.role == role).count();
+    let number = if same > 0 { format!("[{same}]") } else { String::new() };
+    format!("model.{}{number}", role.name())
+}
+
+/// Whether two models have equal weights and settings, by the hashes of their files.
+fn is_same_model(a: &BTreeMap<String, String>, b: &BTreeMap<String, String>) -> bool {
+    let of = |files: &BTreeMap<String, String>| -> Vec<(String, String)> {
+        files.iter().filter(|(name, _)| is_of_model(name)).map(|(name, hash)| (name.clone(), hash.clone())).collect()
+    };
+    of(a) == of(b)
 }
 
 /// Every start reads the reward again, like the learning rate.
@@ -134,6 +220,16 @@ fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
         }
     };
     files.into_iter().filter_map(of).collect()
+}
+
+/// Whether a file decides the results of a frozen base with adapters, whose own values are in a checkpoint.
+fn is_of_base(file: &str) -> bool {
+    is_of_model(file) && file != "/adapter_model.safetensors" || file == "/adapter_config.json"
+}
+
+/// Whether a file decides the results of a model.
+fn is_of_model(file: &str) -> bool {
+    is_weights(file) || file == "/config.json"
 }
 
 fn is_weights(file: &str) -> bool {

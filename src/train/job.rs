@@ -1,9 +1,9 @@
 //! The work that every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint,
 //! record, export.
 
-use super::about::about;
+use super::about::{about, about_models};
 use super::export;
-use super::inputs::Hashed;
+use super::inputs::{self, Hashed};
 use super::models::{self, JobModel, ModelSpec};
 use super::state::{self, State};
 use super::step_metrics;
@@ -259,7 +259,7 @@ impl<J: Job> Inputs<J> {
             tokenizer.warn_of_turn_end(&config.data.chat_template_args);
         }
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
-        let models = run.ranks.all.agree(models::described(J::models(&config), &tokenizer, check))?;
+        let models = run.ranks.all.agree(models::described(&config, J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
         let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
         run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
@@ -289,7 +289,7 @@ impl<J: Job> Opened<J> {
     /// checkpoint.
     fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
-        let Inputs { arch, tokenizer, models, hashed, mut source, steps } = Inputs::<J>::open(run)?;
+        let Inputs { arch, tokenizer, mut models, hashed, mut source, steps } = Inputs::<J>::open(run)?;
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
         let only_evaluates = learned.is_empty();
         run.write_resolved(steps)?;
@@ -307,6 +307,7 @@ impl<J: Job> Opened<J> {
             inputs: hashed.all(run, &models)?,
             ..State::default()
         };
+        run.ranks.all.agree(inputs::unify(&config, &mut models, &state.inputs))?;
         let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
@@ -333,9 +334,8 @@ impl<J: Job> Opened<J> {
             run.ranks.all.agree(restored)?;
         }
         begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
-        let shown = models.iter().map(|model| (model.spec.role.name(), model.table().parameters(), &*model.spec.dir));
         let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
-        run.banner(to_make, at, &shown.collect::<Vec<_>>(), needs);
+        run.banner(to_make, at, about_models(&run.config, &models), needs);
         let filtered = warnings::of_filtered(job.rows());
         for text in filtered.into_iter().chain(J::warnings_of_start(run, job.rows(), arch.context)) {
             run.recorder.warn(&text);

@@ -27,7 +27,8 @@ use crate::model::{Arch, Head};
 use models::ModelSpec;
 use std::path::Path;
 
-pub use export::check_export;
+pub use export::{adapter_config, check_export};
+pub use inputs::check_base;
 pub use models::Archs;
 pub use planned::{Planned, PlannedGpu};
 
@@ -46,13 +47,14 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
 
 /// Each model's head and its config.json.
 pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
-    models(config).into_iter().map(|model| Ok((model.role, model.head, model.arch()?))).collect()
+    let located = models(config).into_iter().map(|model| model.located(config));
+    located.map(|model| model.and_then(|model| Ok((model.role, model.head, model.arch()?)))).collect()
 }
 
 /// The same for a plan, which needs no weights. The reward model in `reward` is added if the job names none.
 pub fn planned_archs(config: &Config, reward: Option<&Path>) -> Result<Archs> {
     let reward = reward.filter(|_| shape(config).has_rollout() && !config.reward.has_models());
-    let models = models::planned(models(config))?;
+    let models = models::planned(config, models(config))?;
     let mut all: Vec<_> = models.into_iter().map(|model| (model.spec.role, model.spec.head, model.arch)).collect();
     if let Some(dir) = reward {
         let arch = Arch::load(dir).map_err(|e| e.within("reward model"))?;

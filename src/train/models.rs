@@ -1,27 +1,42 @@
 //! The models of a job: described by their directories, checked against each other, and loaded.
 
-use super::saved;
+use super::saved::{self, Saved};
+use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
+use crate::config::model::Quantize;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, WeightsFrom};
 use crate::learn::{Learner, Role, role};
-use crate::model::{Arch, Head, ParamTable};
+use crate::model::adapter_config::{AdapterConfig, Task};
+use crate::model::adapter_files;
+use crate::model::load::ModelFiles;
+use crate::model::small_files::has_other_tokenizer;
+use crate::model::tuning::Tuning;
+use crate::model::{Arch, Head, ParamTable, Weights};
+use crate::sys::stderr;
 use crate::text::Tokenizer;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
 
 pub struct ModelSpec {
     pub role: RoleName,
     pub dir: PathBuf,
+    /// The directory of an adapter that the model starts with; empty for none.
+    pub adapter: PathBuf,
     pub head: Head,
     /// `None` for a model that does not learn.
     pub optim: Option<OptimConfig>,
+    /// The checkpoint with the values of a model that does not learn.
+    pub saved: Option<Saved>,
 }
 
 impl ModelSpec {
     pub fn new(role: RoleName, dir: &Path, head: Head, optim: Option<&OptimConfig>) -> Self {
-        Self { role, dir: dir.to_path_buf(), head, optim: optim.cloned() }
+        Self { role, dir: dir.to_path_buf(), adapter: PathBuf::new(), head, optim: optim.cloned(), saved: None }
     }
 
     /// `model.actor`, which learns.
@@ -34,9 +49,86 @@ impl ModelSpec {
         Self::new(role, dir, Head::LanguageModel, None)
     }
 
-    /// Reads its config.json.
+    /// The same with its adapter. The actor and its copy have `model.adapter`, the reference has
+    /// `model.reference_adapter`. A role whose directory has only an adapter has this one, on its base model or, if that
+    /// is no directory here, on `model.actor`. Only a job that trains nothing has an actor in a checkpoint, whose base is
+    /// that of the job that saved it.
+    pub(super) fn located(mut self, config: &Config) -> Result<Self> {
+        match self.role {
+            RoleName::Actor | RoleName::Rollout => self.adapter.clone_from(&config.model.adapter),
+            RoleName::Reference => self.adapter.clone_from(&config.model.reference_adapter),
+            _ => {}
+        }
+        if self.role == RoleName::Actor && self.optim.is_none() && saved::is_checkpoint(&self.dir) {
+            return self.of_checkpoint(config);
+        }
+        if adapter_files::is_alone(&self.dir) {
+            if self.role == RoleName::Actor || !self.adapter.as_os_str().is_empty() {
+                let (key, dir) = (role::key(self.role.name()), self.dir.display());
+                return Err(Error::usage(format!("{key} must be a model (got {dir}, which has only an adapter)"))
+                    .hint(format!("set {key} to the adapter's base model, and model.adapter = \"{dir}\"")));
+            }
+            let base = AdapterConfig::read(&self.dir)?.base_dir(&self.dir);
+            self.adapter = std::mem::replace(&mut self.dir, base.unwrap_or_else(|| config.model.actor.clone()));
+        }
+        if self.role == RoleName::Actor && has_other_tokenizer(&self.adapter, &self.dir)? {
+            let (dir, adapter) = (self.dir.display(), self.adapter.display());
+            stderr::warn_once(&format!("the tokenizer is that of model.actor, {dir}; the one in {adapter} differs"));
+        }
+        Ok(self)
+    }
+
+    /// The directory of its base, the same for every path that leads to it.
+    pub(super) fn base(&self) -> PathBuf {
+        self.dir.canonicalize().unwrap_or_else(|_| self.dir.clone())
+    }
+
+    /// The same for the actor in a checkpoint, with its frozen base.
+    fn of_checkpoint(mut self, job: &Config) -> Result<Self> {
+        let dir = self.dir.clone();
+        let wrong = |error: Error| error.within(role::key(RoleName::Actor.name()));
+        let checkpoint = Checkpoint::open(&dir).map_err(wrong)?;
+        let config = saved::config_of(&checkpoint).map_err(wrong)?;
+        if config.is("reward_model") {
+            let what = format!("{} holds a reward model, which cannot write responses", dir.display());
+            let hint = "evaluate it on data.eval_split with job.kind = \"reward_model\"";
+            return Err(wrong(Error::data(what).hint(hint)));
+        }
+        let model = JobModel::of_checkpoint(Self::actor(&config, self.head), &config, &checkpoint).map_err(wrong)?;
+        let tuning = model.arch.tuning.as_deref().cloned();
+        if tuning.is_some() {
+            let (shown, base, adapter) = (dir.display(), model.spec.dir, self.adapter.display());
+            if !self.adapter.as_os_str().is_empty() {
+                return Err(Error::usage(format!("model.adapter must be empty with {shown} (got {adapter})"))
+                    .hint("the checkpoint has trained parameters of its own; leave out model.adapter"));
+            }
+            if !base.join("config.json").is_file() {
+                let what =
+                    format!("{shown} needs the model that its job began with, {}, which is gone", base.display());
+                return Err(wrong(Error::data(what).hint("put it back")));
+            }
+            if config.model.quantize != job.model.quantize {
+                let [theirs, ours] = [&config, job].map(|config| config.model.quantize);
+                stderr::warn_once(&format!(
+                    "model.quantize is {ours:?}, but the job of {shown} trained with {theirs:?}: its results differ"
+                ));
+            }
+            self.dir = base;
+        }
+        self.saved = Some(Saved { checkpoint, tuning });
+        Ok(self)
+    }
+
+    /// Reads its config.json. A model whose adapter has a value head is a value model.
     pub fn arch(&self) -> Result<Arch> {
-        Arch::load(&self.dir).map_err(|e| e.within(role::key(self.role.name())))
+        let read = || {
+            let mut arch = Arch::load(&self.dir)?;
+            if !self.adapter.as_os_str().is_empty() && AdapterConfig::read(&self.adapter)?.task == Task::Value {
+                arch.head = Head::Value;
+            }
+            Ok(arch)
+        };
+        read().map_err(|e: Error| e.within(role::key(self.role.name())))
     }
 }
 
@@ -47,8 +139,30 @@ pub struct JobModel {
 }
 
 impl JobModel {
+    /// The table of what trains.
     pub fn table(&self) -> ParamTable {
         ParamTable::new(&self.arch, self.spec.head)
+    }
+
+    /// The table of all parameters of the model, without adapters.
+    pub fn whole(&self) -> ParamTable {
+        self.files().whole()
+    }
+
+    /// A model that the job of a checkpoint trained, with the job's configuration.
+    ///
+    /// # Errors
+    /// `Data` or `Io` if the adapter that the job began with, or the checkpoint's config.json, cannot be read.
+    pub fn of_checkpoint(spec: ModelSpec, config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
+        let mut model = Self { spec: spec.located(config)?, arch: Arch::load(&checkpoint.dir)? };
+        model.arch.tuning = tuning(config, &model)?.map(Arc::new);
+        Ok(model)
+    }
+
+    fn files(&self) -> ModelFiles<'_> {
+        let ModelSpec { dir, adapter, head, .. } = &self.spec;
+        let adapter = Some(&**adapter).filter(|dir| !dir.as_os_str().is_empty());
+        ModelFiles { dir, adapter, arch: &self.arch, head: *head }
     }
 }
 
@@ -80,12 +194,14 @@ pub fn saved_bytes(models: &[JobModel]) -> usize {
 /// Reads each model's config.json. Rejects models that do not match the tokenizer or the first model, or that `check`
 /// rejects.
 pub fn described(
+    config: &Config,
     specs: Vec<ModelSpec>,
     tokenizer: &Tokenizer,
     check: impl Fn(&Arch, &JobModel) -> Result<()>,
 ) -> Result<Vec<JobModel>> {
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
+        let spec = spec.located(config)?;
         let mut model = JobModel { arch: spec.arch()?, spec };
         let (known, embedded) = (tokenizer.vocabulary(), model.arch.vocabulary);
         let dir = model.spec.dir.display();
@@ -107,12 +223,14 @@ pub fn described(
         }
         all.push(model);
     }
+    tune(config, &mut all)?;
     Ok(all)
 }
 
 /// The same for a plan: it rejects another vocabulary as a run does, and reads tokenizers only if the sizes differ.
-pub fn planned(specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
-    let all = specs.into_iter().map(|spec| Ok(JobModel { arch: spec.arch()?, spec }));
+pub fn planned(config: &Config, specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
+    let located = specs.into_iter().map(|spec| spec.located(config));
+    let all = located.map(|spec| spec.and_then(|spec| Ok(JobModel { arch: spec.arch()?, spec })));
     let mut all: Vec<JobModel> = all.collect::<Result<_>>()?;
     if let Some((first, others)) = all.split_first_mut() {
         let vocabulary = first.arch.vocabulary;
@@ -123,6 +241,72 @@ pub fn planned(specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
         }
     }
     Ok(all)
+}
+
+/// Sets what of each model trains. A frozen language model uses the base of a model that trains in part and has the same
+/// directory.
+pub fn tune(config: &Config, all: &mut [JobModel]) -> Result<()> {
+    let tunings = all.iter().map(|model| tuning(config, model)).collect::<Result<Vec<_>>>()?;
+    let bases: Vec<PathBuf> =
+        all.iter().zip(&tunings).filter(|(_, tuning)| tuning.is_some()).map(|(m, _)| m.spec.base()).collect();
+    let is_quantized = config.model.quantize == Quantize::Nf4;
+    for (model, tuning) in all.iter_mut().zip(tunings) {
+        if is_quantized && tuning.is_none() && model.spec.optim.is_some() {
+            return Err(Error::usage(format!(
+                "model.quantize = \"nf4\" needs frozen weights, but all of the {} trains",
+                model.spec.role.name()
+            ))
+            .hint("set lora.rank, which trains adapters, or remove model.quantize"));
+        }
+        let is_base = model.spec.head == Head::LanguageModel && bases.contains(&model.spec.base());
+        let frozen = || {
+            let whole = model.files().whole();
+            let names = whole.specs().iter().map(|spec| spec.name.clone());
+            // A value head is never quantized, and no part of a base.
+            let heads = names.filter(|name| *name == model.arch.head_name(Head::Value)).collect();
+            Tuning { whole: heads, ..Tuning::default() }
+        };
+        model.arch.tuning = tuning.or_else(|| (is_base || is_quantized).then(frozen)).map(Arc::new);
+    }
+    Ok(())
+}
+
+/// What of a model trains, if not all of it does. The rollout's copy of the actor is made as the actor.
+fn tuning(config: &Config, model: &JobModel) -> Result<Option<Tuning>> {
+    if let Some(saved) = &model.spec.saved {
+        return Ok(saved.tuning.clone());
+    }
+    let params = model.files().whole().shapes();
+    let role = if model.spec.role == RoleName::Rollout { RoleName::Actor } else { model.spec.role };
+    let (lora, table) = (&config.lora, config.lora.table_of(role));
+    let learns = model.spec.optim.is_some() || model.spec.role == RoleName::Rollout;
+    let is_tuned = learns && lora.is_on(role);
+    let tuned = || Tuning::lora(&lora.of_role(role), table, &params);
+    if let Some(dir) = model.files().adapter {
+        // A plan has only the settings; loading checks the tensors.
+        let given = AdapterConfig::read(dir)?.tuning(&params).map_err(|e| e.within(dir.display()))?;
+        if is_tuned && (&given.adapters, &given.whole) != (&tuned()?.adapters, &tuned()?.whole) {
+            let dir = dir.display();
+            let message = format!("{table} asks for other adapters than {dir} has");
+            return Err(
+                Error::usage(message).hint(format!("remove [{table}]: training continues the adapter as it is"))
+            );
+        }
+        return Ok(Some(given));
+    }
+    let (frozen, key) = match role {
+        RoleName::Critic => (&config.model.critic_freeze, "model.critic_freeze"),
+        _ => (&config.model.freeze, "model.freeze"),
+    };
+    match (is_tuned, learns && !frozen.is_empty()) {
+        (true, true) => {
+            Err(Error::usage(format!("{key} has no use with {table}.rank above 0, which freezes all but adapters"))
+                .hint(format!("remove {key}, or set {table}.rank = 0")))
+        }
+        (true, false) => tuned().map(Some),
+        (false, true) => Tuning::freeze(frozen, key, &params).map(Some),
+        (false, false) => Ok(None),
+    }
 }
 
 /// The architecture of a model with the vocabulary of the first one. Rejects a model whose tokenizer differs. A model
@@ -157,24 +341,45 @@ fn with_tokens(tokenizer: &Tokenizer, first: &JobModel, model: &JobModel) -> Res
     Err(Error::data(what).hint(format!("use models with the same tokenizer{hint}")))
 }
 
+/// The frozen bases of a rank's models, by their directories.
+#[derive(Default)]
+struct Bases(BTreeMap<PathBuf, Rc<Weights>>);
+
+impl Bases {
+    /// The base of `model`, with all that this rank's models of the same directory keep frozen.
+    fn of(&mut self, run: &Run, all: &[JobModel], model: &JobModel, values: WeightsFrom) -> Result<Rc<Weights>> {
+        let dir = model.spec.base();
+        if let Some(base) = self.0.get(&dir) {
+            return Ok(base.clone());
+        }
+        let sharing: Vec<&JobModel> =
+            all.iter().filter(|other| run.ranks.has(other.spec.role) && other.spec.base() == dir).collect();
+        let kept = sharing.iter().flat_map(|model| model.files().frozen()).collect();
+        let heads = sharing.iter().filter(|model| model.arch.tuning.is_some()).map(|model| model.spec.head);
+        let head = heads.fold(Head::Value, |all, head| if head == Head::LanguageModel { head } else { all });
+        let base = run.base(&ModelFiles { adapter: None, head, ..model.files() }, &kept, values)?;
+        self.0.insert(dir, base.clone());
+        Ok(base)
+    }
+}
+
 /// Loads the models that are on this rank, in their order. All ranks call this.
 pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<Role>> {
-    let mut roles = Vec::new();
+    let (mut roles, mut bases) = (Vec::new(), Bases::default());
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
-        let JobModel { spec: ModelSpec { role, dir, head, optim }, arch } = model;
+        let JobModel { spec: ModelSpec { role, optim, saved, .. }, arch } = model;
         let learns = optim.is_some();
-        // Only a job that trains nothing has a frozen actor.
-        let is_saved =
-            !learns && *role == RoleName::Actor && values != WeightsFrom::Nowhere && saved::is_checkpoint(dir);
+        let saved = saved.as_ref().filter(|_| values != WeightsFrom::Nowhere);
         let values = match learns {
             true => values,
             false if values == WeightsFrom::Nowhere => values,
-            false if is_saved => WeightsFrom::Checkpoint,
+            false if saved.is_some() => WeightsFrom::Checkpoint,
             false => WeightsFrom::ModelDir,
         };
-        let mut role = run.role(role.name(), dir, arch, *head, values)?;
-        if is_saved {
-            saved::fill(run, &mut role)?;
+        let base = if arch.tuning.is_some() { Some(bases.of(run, models, model, values)?) } else { None };
+        let mut role = run.role(role.name(), &model.files(), values, base)?;
+        if let Some(saved) = saved {
+            saved.fill(run, &mut role)?;
         }
         if !learns {
             // Only master weights are made from the files.

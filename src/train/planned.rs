@@ -57,12 +57,14 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let mut config = run.config.clone();
     let tokenizer = Arc::new(Tokenizer::none());
     let model = |(i, spec): (usize, ModelSpec)| {
+        let spec = spec.located(planned.config)?;
         let missing = || Error::fault(format!("the plan has no {}", spec.role.name()));
         let same_place = planned.archs.0.get(i).filter(|(role, ..)| *role == spec.role).map(|(.., arch)| arch);
         let arch = same_place.or_else(|| planned.archs.find(spec.role)).cloned();
         Ok(JobModel { arch: arch.ok_or_else(missing)?, spec })
     };
-    let models: Vec<JobModel> = J::models(&config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
+    let mut models: Vec<JobModel> = J::models(&config).into_iter().enumerate().map(model).collect::<Result<_>>()?;
+    models::tune(&config, &mut models)?;
     let arch = models[0].arch.clone();
     let is_given = |model: &&JobModel| has_given_reward(&planned) && model.spec.role == RoleName::Reward;
     let own = models[1..].iter().filter(|model| !is_given(model));

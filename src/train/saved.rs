@@ -1,12 +1,13 @@
-//! Checkpoints that an evaluation job uses instead of a model directory.
+//! Models in checkpoints: for evaluation jobs, which use them instead of a model directory, and for exports.
 
 use crate::checkpoint::{self, Checkpoint, Manifest, ModelVectors};
 use crate::comm::{Group, records};
 use crate::config::mesh::RoleName;
 use crate::config::{self, Config};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::launch::run::Run;
 use crate::learn::Role;
+use crate::model::tuning::Tuning;
 use std::path::Path;
 
 /// If an evaluation job names a run directory, replaces it with the newest checkpoint of the run. All ranks call this.
@@ -27,21 +28,32 @@ pub fn is_checkpoint(dir: &Path) -> bool {
     dir.join(checkpoint::manifest::NAME).exists()
 }
 
-/// Reads the actor's weights from the checkpoint in `role.dir`. All ranks of the role call this.
-pub fn fill(run: &Run, role: &mut Role) -> Result<()> {
-    let (all, dir) = (&run.ranks.axes.all, role.dir.clone());
-    let checkpoint = all.agree(Checkpoint::open(&dir))?;
-    let saved = config::parse(checkpoint.manifest.state["config"].as_str().unwrap_or_default(), &[]);
-    let saved = all.agree(saved.map_err(|e| e.within(dir.display())))?;
-    if saved.is("reward_model") {
-        let what = format!("model.actor: {} holds a reward model, which cannot write responses", dir.display());
-        return all
-            .agree(Err(Error::data(what).hint("evaluate it on data.eval_split with job.kind = \"reward_model\"")));
+/// The configuration of the job that saved a checkpoint.
+///
+/// # Errors
+/// `Usage` if it is not the text of a job.
+pub fn config_of(checkpoint: &Checkpoint) -> Result<Config> {
+    let text = checkpoint.manifest.state["config"].as_str().unwrap_or_default();
+    config::parse(text, &[]).map_err(|e| e.within(checkpoint.dir.display()))
+}
+
+/// The actor in a checkpoint, for a job that trains nothing.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    pub checkpoint: Checkpoint,
+    /// What of it the job trained, if not all of it.
+    pub tuning: Option<Tuning>,
+}
+
+impl Saved {
+    /// Reads the trained weights. All ranks of the role call this.
+    pub fn fill(&self, run: &Run, role: &mut Role) -> Result<()> {
+        let (all, checkpoint) = (&run.ranks.axes.all, &self.checkpoint);
+        all.agree(checkpoint.verify(all).map_err(|e| e.hint("name another checkpoint in model.actor")))?;
+        let (table, arch) = (role.weights.table.clone(), role.arch().clone());
+        let read = ModelVectors::open(checkpoint, RoleName::Actor.name(), &arch, &table)
+            .and_then(|vectors| role.fill(|range, out| vectors.read("weights", range, out)))
+            .map_err(|e| e.within("model.actor"));
+        all.agree(read)
     }
-    all.agree(checkpoint.verify(all).map_err(|e| e.hint("name another checkpoint in model.actor")))?;
-    let (table, arch) = (role.weights.table.clone(), role.arch().clone());
-    let read = ModelVectors::open(&checkpoint, RoleName::Actor.name(), &arch, &table)
-        .and_then(|vectors| role.fill(|range, out| vectors.read("weights", range, out)))
-        .map_err(|e| e.within("model.actor"));
-    all.agree(read)
 }

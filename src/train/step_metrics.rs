@@ -8,16 +8,22 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::metrics::keys::{Metrics, named};
 use crate::metrics::{Phases, keys};
-use crate::model::Arch;
+use crate::model::{Arch, Head, ParamTable};
 
 /// Model FLOPs of a step with samples of `lengths` tokens, as if all its models had the shape `arch`.
 pub fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f64 {
     let cost = Cost::from_arch(arch);
     let forward: f64 = lengths.iter().map(|&tokens| cost.flops(tokens)).sum();
     let old = shape.has_rollout() && run.recomputes_old_logprobs();
-    let forwards =
-        usize::from(shape.has_rollout()) + usize::from(old) + shape.scored + 3 * shape.epochs * shape.trained;
-    forward * forwards as f64
+    let forwards = usize::from(shape.has_rollout()) + usize::from(old) + shape.scored;
+    forward * (forwards as f64 + passes(arch) * (shape.epochs * shape.trained) as f64)
+}
+
+/// What training costs, in forwards: the forward, the gradients of its inputs, and those of the weights that train.
+fn passes(arch: &Arch) -> f64 {
+    let parameters = |arch: &Arch| ParamTable::new(arch, Head::LanguageModel).parameters() as f64;
+    let share = |_| parameters(arch) / parameters(&Arch { tuning: None, ..arch.clone() });
+    2.0 + arch.tuning.as_ref().map_or(1.0, share)
 }
 
 /// Records the metrics of a step, with its times, its throughput and the memory.

@@ -73,7 +73,8 @@ fn a_directory_that_is_not_a_model_is_named_with_the_command_that_helps() {
     fixture.write("pointer/model.safetensors", POINTER);
     fixture.copy("model", "tokens");
     fixture.write("tokens/tokenizer.json", POINTER);
-    fixture.write("adapter/adapter_config.json", r#"{"base_model_name_or_path": "org/base"}"#);
+    let config = r#"{"base_model_name_or_path": "org/base", "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}"#;
+    fixture.write("adapter/adapter_config.json", config);
     fixture.write("adapter/adapter_model.safetensors", "x");
     fixture.write("gguf/model-Q4.gguf", "GGUF");
     fixture.copy("model", "other");
@@ -84,7 +85,7 @@ fn a_directory_that_is_not_a_model_is_named_with_the_command_that_helps() {
     for (dir, words, hint) in [
         ("pointer", "model.safetensors: this is a pointer of git-lfs", "git lfs pull"),
         ("tokens", "tokenizer.json: this is a pointer of git-lfs", "git lfs pull"),
-        ("adapter", "adapter is an adapter (LoRA) for org/base", "merge_and_unload"),
+        ("adapter", "adapter is an adapter (LoRA) for org/base", "--model org/base --adapter adapter"),
         ("gguf", "model-Q4.gguf is a GGUF file", "gguf_file='model-Q4.gguf'"),
         ("gguf/model-Q4.gguf", "model-Q4.gguf is a GGUF file", "gguf_file='model-Q4.gguf'"),
         ("run", "run is a run directory", "run/export"),
@@ -95,6 +96,11 @@ fn a_directory_that_is_not_a_model_is_named_with_the_command_that_helps() {
         fixture.run(&["generate", "--model", dir, "--prompt", "1+1="]).refused(65, &[words]).hinted(hint);
         fixture.run(&["logprobs", "--model", dir, "--input", "rows.jsonl"]).refused(65, &[words]).hinted(hint);
         let actor = format!("model.actor={dir}");
+        if dir == "adapter" {
+            let job = fixture.run(&["run", "job.toml", "job.dir=again", &actor]);
+            job.refused(2, &["model.actor must be a model"]).hinted("model.adapter = ");
+            continue;
+        }
         fixture.run(&["run", "job.toml", "job.dir=again", &actor]).refused(65, &[words]).hinted(hint);
     }
     for dir in ["run", "org/name", "gguf"] {

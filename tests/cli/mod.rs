@@ -1,5 +1,6 @@
 //! Tests of the program from the outside: the binary, its exit codes and its messages.
 
+mod adapters;
 pub mod command;
 mod compose;
 pub mod corpus;

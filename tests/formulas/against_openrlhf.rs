@@ -377,7 +377,7 @@ fn distillation_loss_and_gradient_agree() {
         let gradient = WeightMut { n: v, k: v, layout: Layout::Panel, values: (&mut dw).into() };
         let (part, weights) = (HeadPart::whole(&unit.f32()), [0.0, 1.0 / t as f32]);
         let found =
-            forward_backward(&h, unit.f32(), part, &targets, teachers, weights, &mut logprobs, &mut dh, gradient);
+            forward_backward(&h, unit.f32(), part, &targets, teachers, weights, &mut logprobs, &mut dh, Some(gradient));
         let loss = found.losses.iter().map(|x| f64::from(*x)).sum::<f64>() / t as f64;
         close(loss, case.out["loss"].as_f64().unwrap(), &"the loss");
         let want = read::<Vec<Vec<Vec<f32>>>>(&case.grad["s"]).concat();

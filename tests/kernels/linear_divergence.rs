@@ -131,8 +131,17 @@ fn on_heads(of: Divergence, rows_max: usize) -> (Divergences, Vec<f32>, Vec<f32>
     let (mut logprobs, mut dh) = (vec![0.0; t], Tensor::scratch_on(Device::Cuda, t, d));
     let mut dw = Memory::zeros(4 * Layout::Row.len(v, d));
     let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
-    let found =
-        forward_backward(&student.h, w, part, &targets, teachers, [0.004, 0.006], &mut logprobs, &mut dh, gradient);
+    let found = forward_backward(
+        &student.h,
+        w,
+        part,
+        &targets,
+        teachers,
+        [0.004, 0.006],
+        &mut logprobs,
+        &mut dh,
+        Some(gradient),
+    );
     let mut of_scoring = vec![0.0; t];
     let scored = forward(&student.h, w, part, &targets, teachers, &mut of_scoring);
     assert!(scored == found && of_scoring == logprobs, "scoring has the bits of training");

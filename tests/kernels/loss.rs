@@ -170,7 +170,7 @@ fn the_host_computes_the_loss_of_a_chunk_and_waits_only_for_its_values() {
             scored,
             beside,
             &mut dh,
-            gradient,
+            Some(gradient),
         );
         (bits(&[l, e].concat()), dh, dw)
     };

@@ -26,6 +26,7 @@ mod model;
 #[path = "../models.rs"]
 mod models;
 mod nccl;
+mod nf4;
 mod norm;
 mod offload;
 mod ops;
@@ -35,6 +36,7 @@ mod ranks;
 mod reshard;
 mod ring;
 mod rollout;
+mod run_adapters;
 mod run_fast;
 mod run_host;
 mod run_layouts;

@@ -62,7 +62,7 @@ pub fn scene(world: &World) {
             for rollout in &rollouts(world) {
                 let to = TensorPart::from_group(&rollout.tensor);
                 let what = format!("{mesh} stage {stage} to tensor {}, joined {joined:?}", to.size);
-                let reshard = Reshard::new(&transformer, &weights.table, &axes, to);
+                let reshard = Reshard::new(&transformer, &weights.table, &axes, to, None);
                 let copied = || [gpu().counts.up.get(), gpu().counts.down.get()];
                 let before = copied();
                 let (got, received) = reshard.weights(&weights);

@@ -8,6 +8,7 @@ use rlhf_hpc::config::optim::OptimConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::learn::Learner;
 use rlhf_hpc::learn::Role;
+use rlhf_hpc::model::load::ModelFiles;
 use rlhf_hpc::model::{Head, export, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
@@ -28,8 +29,8 @@ fn master_weights_on_gpu_and_host_start_at_the_values_of_the_files() {
     let made = init::init(&arch, Head::LanguageModel, DType::F32, 3);
     export::export(&model, &arch, &made, DType::F32, None).expect("exports");
     for head in [Head::LanguageModel, Head::Value] {
-        let load =
-            |device, dtype| Role::load(device, "critic", &model, &arch, head, dtype, 5, &axes, 0).expect("loads");
+        let files = ModelFiles { dir: &model, adapter: None, arch: &arch, head };
+        let load = |device, dtype| Role::load(device, "critic", &files, None, dtype, 5, &axes, 0).expect("loads");
         let (optim, gradient) = (OptimConfig::with_lr(0.0), GradientConfig::default());
         let cpu = Learner::new(Device::Cpu, load(Device::Cpu, DType::F32), &optim, &gradient, 1, &axes, 0);
         let cpu = cpu.expect("a learner");

@@ -51,7 +51,7 @@ impl Case {
         let gradient = WeightMut { n: w.n, k: d, layout: Layout::Panel, values: (&mut dw).into() };
         let part = HeadPart::whole(&w);
         let found = self.with(divergence, |all| {
-            forward_backward(&self.h, w, part, &self.targets, all, WEIGHTS, &mut logprobs, &mut dh, gradient)
+            forward_backward(&self.h, w, part, &self.targets, all, WEIGHTS, &mut logprobs, &mut dh, Some(gradient))
         });
         (found, logprobs, dh, dw)
     }
@@ -199,9 +199,9 @@ fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
                 .map(|((h, _, weight), w)| Teacher { h, w: w.f32(), weight: *weight })
                 .collect();
             let all = Teachers { all: &all, divergence: of, temperature: case.temperature };
-            let mut logprobs = vec![0.0; t];
-            let found =
-                forward_backward(&case.h, w.f32(), head, &case.targets, all, WEIGHTS, &mut logprobs, &mut dh, gradient);
+            let (mut logprobs, dw_part) = (vec![0.0; t], Some(gradient));
+            let (h, w, targets, l) = (&case.h, w.f32(), &case.targets, &mut logprobs);
+            let found = forward_backward(h, w, head, targets, all, WEIGHTS, l, &mut dh, dw_part);
             (found, dh, dw)
         };
         // The first round gives the statistics, the second one the sums that need them.

@@ -228,7 +228,7 @@ fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_with_and_without_voc
                 l,
                 e,
                 &mut dh,
-                gradient,
+                Some(gradient),
             );
             same_bits("scored and trained", &[scored, uncertain].concat(), &[&logprobs[..], &entropy].concat());
             (logprobs, entropy, dh.data().to_vec(), in_rows(&dw, rows.len(), d))

@@ -7,6 +7,7 @@ mod glu;
 mod linear_divergence;
 mod linear_logprob;
 mod matmul;
+mod nf4;
 pub mod probe;
 mod ring_attention;
 mod rmsnorm;

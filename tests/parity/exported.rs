@@ -225,7 +225,7 @@ fn only_the_requested_range_of_a_unit_is_read() {
         data[end - 4..end].copy_from_slice(&f32::NAN.to_le_bytes());
     });
     let (made, head) = (dir.path().join("m"), Head::LanguageModel);
-    let source = load::open(Device::Cpu, &made, arch, head, 0, TensorPart::whole()).unwrap();
+    let source = load::open(Device::Cpu, &made, &arch, head, 0, TensorPart::whole()).unwrap();
     let unit = source.table.units()[0].clone();
     let half = unit.len() / 2 / 64 * 64;
     let read = |range: Range<usize>| source.fill_f32(range.clone(), &mut vec![0.0; range.len()]);

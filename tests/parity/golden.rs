@@ -1,11 +1,12 @@
 //! Reads the checked-in goldens.
 
 use crate::models::relative_gap;
+use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::model::{Arch, Gradients, Head, Keys, Saved, Transformer, Weights, load, pack, packed_positions};
 use rlhf_hpc::tensor::{DType, Tensor};
 use safetensors::SafeTensors;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
@@ -18,6 +19,11 @@ pub fn directory(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
+/// The adapter of a model.
+pub fn adapter(name: &str) -> PathBuf {
+    directory(name).join("../../adapters").join(name)
+}
+
 /// The results of transformers for a model.
 pub struct Golden {
     bytes: Vec<u8>,
@@ -25,7 +31,16 @@ pub struct Golden {
 
 impl Golden {
     pub fn read(name: &str) -> Self {
-        Self { bytes: std::fs::read(directory(&format!("{name}.safetensors"))).expect("the golden is checked in") }
+        Self::of(&directory(name))
+    }
+
+    /// The results of PEFT for a model with an adapter.
+    pub fn of_adapter(name: &str) -> Self {
+        Self::of(&adapter(name))
+    }
+
+    fn of(path: &Path) -> Self {
+        Self { bytes: std::fs::read(path.with_extension("safetensors")).expect("the golden is checked in") }
     }
 
     pub fn floats(&self, name: &str) -> Vec<f32> {
@@ -61,7 +76,18 @@ impl Model {
     }
 
     pub fn new(name: &str, arch: &Arch, weights: Weights) -> Self {
-        let golden = Golden::read(name);
+        Self::with_golden(Golden::read(name), arch, weights)
+    }
+
+    /// A model with its adapter.
+    pub fn adapted(name: &str, head: Head, dtype: DType) -> Self {
+        let adapter = adapter(name);
+        let (arch, weights) =
+            load::load_with(Device::Cpu, &directory(name), Some(&adapter), head, dtype, 0).expect("an adapter");
+        Self::with_golden(Golden::of_adapter(name), &arch, weights)
+    }
+
+    fn with_golden(golden: Golden, arch: &Arch, weights: Weights) -> Self {
         let transformer = Transformer::new(arch, &weights.table);
         let tokens = golden.integers("tokens");
         let cu_seqlens: Vec<usize> = golden.integers("cu_seqlens").into_iter().map(|n| n as usize).collect();
@@ -84,8 +110,13 @@ impl Model {
 
     /// The gradients of the golden's loss, and (logprobs, entropies).
     pub fn language_model_backward(&self) -> (Gradients, Vec<f32>, Vec<f32>) {
+        self.backward_with(Recompute::None)
+    }
+
+    /// The same with recomputation.
+    pub fn backward_with(&self, recompute: Recompute) -> (Gradients, Vec<f32>, Vec<f32>) {
         let mut grads = Gradients::new(self.weights.table.clone());
-        let mut saved = Saved::new(false);
+        let mut saved = Saved::new(recompute);
         let hidden = self.hidden(Some(&mut saved));
         let (rows, targets) = self.rows();
         let mut loss = |range: std::ops::Range<usize>, _: &[f32], _: &[f32], dl: &mut [f32], de: &mut [f32]| {

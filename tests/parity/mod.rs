@@ -1,10 +1,12 @@
 //! The transformer against `transformers` and torch autograd on tiny random models of each family, its bitwise
 //! properties, and the loading and export of models. `tests/golden/models.py` makes the goldens.
 
+mod adapters;
 mod beams;
 mod exported;
 mod families;
 mod golden;
 mod paged;
+mod quantized;
 mod refused;
 mod scaling;

@@ -1,4 +1,4 @@
-//! Prefill and decode through the paged cache.
+//! Prefill and decode through the paged cache, without and with adapters.
 
 use crate::parity::golden::{LANGUAGE_MODELS, Model, PROMPT};
 use rlhf_hpc::model::{Head, Keys};
@@ -20,8 +20,10 @@ fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past
 
 #[test]
 fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
-    for name in LANGUAGE_MODELS {
-        let m = Model::load(name, Head::LanguageModel, DType::F32);
+    let load = |name| {
+        [Model::load(name, Head::LanguageModel, DType::F32), Model::adapted(name, Head::LanguageModel, DType::F32)]
+    };
+    for (name, m) in LANGUAGE_MODELS.iter().flat_map(|name| load(name).map(|model| (name, model))) {
         let expected = m.golden.integers("greedy");
         let mut cache = m.transformer.kv_cache(m.weights.dtype(), 8);
         let blocks = [5, 2];

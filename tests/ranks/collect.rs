@@ -12,6 +12,7 @@ use rlhf_hpc::learn::Role;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::collect::collect;
 use rlhf_hpc::model::export::{Export, export};
+use rlhf_hpc::model::load::ModelFiles;
 use rlhf_hpc::model::partition::Shards;
 use rlhf_hpc::model::{Arch, Head, TensorPart, init};
 use rlhf_hpc::tensor::DType;
@@ -56,8 +57,8 @@ fn exports(world: &World) {
         let root = Shared::new(world);
         let written = |name: &str| std::fs::read(root.path().join(name).join("model.safetensors")).expect("an export");
         let load = |axes: &Axes, stage| {
-            let made = root.path().join("made");
-            Role::load(Device::Cpu, "actor", &made, &arch, head, dtype, seed, axes, stage).expect("loads")
+            let files = ModelFiles { dir: &root.path().join("made"), adapter: None, arch: &arch, head };
+            Role::load(Device::Cpu, "actor", &files, None, dtype, seed, axes, stage).expect("loads")
         };
         if world.rank == 0 {
             let made = init::init(&arch, Head::LanguageModel, dtype, seed);

@@ -1,7 +1,7 @@
 //! Every legal product of axes, at every ZeRO stage: PPO's step on the same samples is that of one rank.
 
 use crate::Test;
-use crate::layouts::{Left, Setting, assert_near, config, samples, texts, update, whole};
+use crate::layouts::{Left, Setting, assert_near, config, samples, texts, tuning, update, whole};
 use crate::models::arch;
 use crate::tensor_models;
 use rlhf_hpc::comm::{Axes, World};
@@ -15,9 +15,11 @@ use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::methods::update::Update;
 use serde_json::json;
+use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
     Test { name: "every combination of axes on eight ranks has the step of one rank", ranks: &[8], check: everywhere },
+    Test { name: "adapters on a frozen base have the step of one rank on any axes", ranks: &[8], check: adapted },
     Test {
         name: "a step clipped by its norm equals one rank's on any combination of axes",
         ranks: &[8],
@@ -94,6 +96,16 @@ fn everywhere(world: &World) {
         assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
         compare(world, &arch(family, &json!({})), config(loss), &all);
     }
+}
+
+/// Tests adapters on a frozen base, with every stage.
+fn adapted(world: &World) {
+    let turn = |(i, mesh): (usize, Mesh)| (mesh, &[0, 1, 2, 3][i % 4..=i % 4]);
+    let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().enumerate().map(turn).collect();
+    let arch = Arch { tuning: Some(Arc::new(tuning())), ..arch("llama", &json!({})) };
+    compare(world, &arch, config(PolicyLossKind::Clip), &all);
+    let mesh = Mesh { data: world.size, pipeline: 1, sequence: 1, tensor: 1 };
+    compare(world, &arch, config(PolicyLossKind::Clip), &[(mesh, &[0, 1, 2, 3])]);
 }
 
 /// The gradient with pretraining rows is that of the samples alone plus ptx_coef times that of the rows.

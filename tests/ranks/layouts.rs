@@ -11,13 +11,18 @@ use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Experience, Prompt, Response, SamplingMask};
 use rlhf_hpc::learn::sums::Sums;
 use rlhf_hpc::learn::{Learner, Role};
+use rlhf_hpc::model::collect::{append_bytes, store_whole};
 use rlhf_hpc::model::partition::Shards;
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, init};
+use rlhf_hpc::model::tuning::{Adapter, Tuning};
+use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::methods::update::Update;
+use std::convert::Infallible;
 use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
 
 const TOLERANCE: f64 = 1e-5;
 
@@ -103,11 +108,26 @@ impl Setting {
     pub fn learner(&self, seed: u64, axes: &Axes, stage: usize) -> Result<Learner> {
         let name = if self.head == Head::Value { "critic" } else { "actor" };
         let part = TensorPart::from_group(&axes.tensor);
-        let weights = init::init_on(Device::Cpu, &self.arch, self.head, self.dtype, seed, part);
-        let shards = Shards::new(&weights.table, axes, stage);
-        let role = Role::new(name, Path::new(""), &self.arch, sharded(&weights, &shards), axes);
+        let over_ranks = |weights: Weights| sharded(&weights, &Shards::new(&weights.table, axes, stage));
+        let weights = if let Some(tuning) = &self.arch.tuning {
+            let base = Rc::new(over_ranks(self.base(tuning, seed, part)));
+            let table = ParamTable::on(Device::Cpu, &self.arch, self.head, part).on_base(&self.arch, &base.table);
+            over_ranks(random(&Arc::new(table), self.dtype, seed)).on_base(Some(base))
+        } else {
+            over_ranks(init::init_on(Device::Cpu, &self.arch, self.head, self.dtype, seed, part))
+        };
+        let role = Role::new(name, Path::new(""), &self.arch, weights, axes);
         let (optim, gradient) = (&self.config.optim.actor, &self.config.gradient);
         Learner::new(Device::Cpu, role, optim, gradient, 100, axes, stage)?.with_masters()
+    }
+
+    /// The frozen parameters of a model with adapters.
+    fn base(&self, tuning: &Tuning, seed: u64, part: TensorPart) -> Weights {
+        let arch = Arch { tuning: None, ..self.arch.clone() };
+        let whole = ParamTable::new(&arch, self.head);
+        let names = whole.specs().iter().map(|spec| spec.name.clone());
+        let kept = names.filter(|name| !tuning.whole.contains(name)).collect();
+        random(&Arc::new(ParamTable::of_base(Device::Cpu, &arch, self.head, part, &kept)), self.dtype, seed)
     }
 
     /// Accumulates the gradient of a minibatch.
@@ -115,6 +135,42 @@ impl Setting {
         let update = Update { config: &self.config, axes, kl_beta: 0.05, texts: &[] };
         let samples: Vec<&Experience> = samples.iter().collect();
         update.gradient(learner, &samples);
+    }
+}
+
+/// Random values of a table. B of an adapter is not 0, so that A has a gradient.
+fn random(table: &Arc<ParamTable>, dtype: DType, seed: u64) -> Weights {
+    let mut units = (0..table.units().len()).map(|unit| Ok::<_, Infallible>(init::unit(table, unit, dtype, seed)));
+    let alone = Shards::new(table, &Axes::one(), 0);
+    let Ok(mut weights) = Weights::build(table.clone(), dtype, &alone, |_| units.next().expect("a unit"));
+    for (index, spec) in table.specs().iter().enumerate().filter(|(_, spec)| spec.name.contains("lora_B")) {
+        let rng = Rng::new(seed + spec.name.len() as u64, Purpose::Synthetic);
+        let count = spec.cuts.iter().map(|cut| cut.size()).product::<usize>();
+        let values: Vec<f32> = (0..count).map(|i| 0.2 * rng.uniform([i as u32, 7, 0, 0]) - 0.1).collect();
+        let mut bytes = Vec::new();
+        append_bytes(dtype, &values, &mut bytes);
+        store_whole(&mut weights, index, &bytes);
+    }
+    weights
+}
+
+/// Adapters of some matrices, and parameters that train whole.
+pub fn tuning() -> Tuning {
+    let module = |part: &str| [0, 1].map(|layer| format!("model.layers.{layer}.{part}"));
+    let all = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ];
+    let adapter = |(i, name): (usize, String)| (name, Adapter { rank: 1 + i % 3, scale: 1.5 });
+    let whole = ["score.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.gate_proj.weight"];
+    Tuning {
+        adapters: all.iter().flat_map(|part| module(part)).enumerate().map(adapter).collect(),
+        whole: whole.map(String::from).into(),
+        ..Tuning::default()
     }
 }
 

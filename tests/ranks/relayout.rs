@@ -42,7 +42,7 @@ fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
     let mut all: Vec<_> =
         vectors.map(|(name, values)| (name, values.into_iter().map(f32::to_bits).collect::<Vec<u32>>())).collect();
     let role = &learner.role;
-    let reshard = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
+    let reshard = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole(), None);
     let (weights, _) = reshard.weights(&role.weights);
     for u in 0..weights.table.units().len() {
         let values = weights.to_master(weights.table.units()[u].clone());

@@ -93,7 +93,7 @@ fn frugal(world: &World) {
             let actor = role(&(arch.clone(), dtype), 7, &axes, stage);
             for rollout in &rollouts(world) {
                 let to = TensorPart::from_group(&rollout.tensor);
-                let reshard = Reshard::new(&actor.transformer, &actor.weights.table, &axes, to);
+                let reshard = Reshard::new(&actor.transformer, &actor.weights.table, &axes, to, None);
                 // All ranks allocate, and none begins before all have measured the earlier memory.
                 world.group().barrier();
                 let ((part, _), bytes) = peak(|| reshard.weights(&actor.weights));

@@ -78,7 +78,7 @@ fn update(setting: &Setting, learner: &mut Learner, axes: &Axes, rows: usize) ->
 
 /// All weights of a role, gathered.
 fn gathered(role: &Role, axes: &Axes) -> Vec<f32> {
-    let to = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole());
+    let to = Reshard::new(&role.transformer, &role.weights.table, axes, TensorPart::whole(), None);
     floats(&to.weights(&role.weights).0)
 }
 

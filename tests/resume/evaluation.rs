@@ -53,6 +53,43 @@ fn an_evaluation_job_has_the_metrics_of_the_training_job_at_its_step_on_any_rank
 }
 
 #[test]
+fn an_evaluation_job_of_a_checkpoint_takes_frozen_weights_from_the_base_model_of_its_job() {
+    for (what, tuned, base, mesh) in [
+        ("lora", "lora.rank=2 lora.train_also=[\"norm\"]", "", "mesh.tensor=2 mesh.zero=3"),
+        ("nf4", "lora.rank=2", " model.quantize=nf4", "mesh.zero=3"),
+        ("frozen", "model.freeze=[\"layers.0\"]", "", "mesh.tensor=2 mesh.zero=3"),
+    ] {
+        let ppo = evaluated(&format!("eval-of-{what}")).with(&format!("{tuned}{base}")).done();
+        let run = format!("model.actor=runs/eval-of-{what}{base}");
+        let of = |name: &str, sets: &str, ranks: usize| {
+            evaluated(&format!("eval-{what}-{name}")).with("job.kind=eval").with(sets).on(ranks).done()
+        };
+        for (name, more, ranks) in [("run", "", 0), ("shared", mesh, 2)] {
+            let sets = format!("{run} {more}");
+            assert_eq!(numbers(&of(name, sets.trim_end(), ranks), 2), numbers(&ppo, 2), "{what}, {name}");
+        }
+        let mut models = vec![("whole", format!("model.actor=runs/eval-of-{what}/whole"))];
+        let mut line = format!("export runs/eval-of-{what} --out runs/eval-of-{what}/whole");
+        if what != "frozen" {
+            line += " --merged";
+            models.push(("adapter", format!("model.actor=model model.adapter=runs/eval-of-{what}/export{base}")));
+            let twice = format!("job.kind=eval model.adapter=runs/eval-of-{what}/export {run}");
+            evaluated("eval-twice").with(&twice).run().refused(2, &["model.adapter must be empty with "]);
+        }
+        command::run(place(), &line.split(' ').collect::<Vec<_>>()).well();
+        for (name, model) in models {
+            // The random numbers of a model are those of step 0.
+            let greedy = |(job, step): (&Job, u64)| {
+                let rows = job.eval_rows().remove(&step).expect("rows");
+                answers(&rows, "").iter().map(|row| row[0].response.clone()).collect::<Vec<_>>()
+            };
+            let [mine, saved] = [(&of(name, &model, 0), 0), (&ppo, 2)].map(greedy);
+            assert_eq!(mine, saved, "{what}, {name}");
+        }
+    }
+}
+
+#[test]
 fn beam_search_replaces_greedy_responses_and_equals_generate_on_any_ranks() {
     let of = |name: &str, ranks: usize| {
         let sets =

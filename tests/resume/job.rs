@@ -309,7 +309,9 @@ impl Job {
     pub fn assert_same(&self, other: &Self) {
         let who = format!("{} and {}", self.dir.display(), other.dir.display());
         assert_eq!(self.timeless_metrics(), other.timeless_metrics(), "{who}: metrics.jsonl");
-        for file in ["export/model.safetensors", "ledger.json"] {
+        let is_adapter = self.dir.join("export/adapter_config.json").exists();
+        let weights = if is_adapter { "export/adapter_model.safetensors" } else { "export/model.safetensors" };
+        for file in [weights, "ledger.json"] {
             assert!(self.read(file) == other.read(file), "{who}: {file} differs");
         }
         assert_eq!(self.eval_rows(), other.eval_rows(), "{who}: eval/");

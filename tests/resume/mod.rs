@@ -1,6 +1,7 @@
 //! Whole runs of the program, alone and under mpirun: equal on any number of ranks, equal after any interruption, and
 //! nothing lost when they fail. Models and data are tiny and made by the program's own verbs.
 
+mod adapters;
 mod alike;
 mod arrays;
 mod async_rollout;

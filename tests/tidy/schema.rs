@@ -47,8 +47,13 @@ fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
                 }
                 true
             }
-            // Unknown keys of a table are found with its "properties"; one table takes any.
-            "additionalProperties" => asked.is_boolean(),
+            // Unknown keys of a table are found with its "properties"; some tables take any, with values of one type.
+            "additionalProperties" if asked.is_boolean() => true,
+            "additionalProperties" => {
+                let each = value.as_object().into_iter().flatten();
+                found.extend(each.flat_map(|(key, one)| faults(asked, one, &format!("{path}.{key}"))));
+                true
+            }
             "$schema" | "title" | "description" | "default" | "examples" | "pattern" => true,
             other => panic!("{path}: the keyword {other}"),
         };
@@ -112,6 +117,12 @@ fn the_schema_accepts_the_short_forms_and_rejects_the_jobs_that_a_start_rejects(
         "reward.environment = { python = { file = \"a.py\", gpu = true } }",
         "mesh.placement = [{ roles = [\"actor\"], ranks = \"0..8\" }]",
         "mesh.tensor = 2",
+        "lora.targets = [\"q_proj\", \"v_proj\"]",
+        "lora.targets = \".*_proj\"",
+        "lora.layers = 3",
+        "lora.layers = [0, \"2-5\"]",
+        "lora.rank_pattern = { q_proj = 4 }",
+        "lora.critic.rank = 4",
         "rollout.stop = \"END\"",
         "data.eval_sets = [{ name = \"a\", prompts = \"a.jsonl\" }, { name = \"b\", prompts = [\"b\"], split = \"test\" }]",
     ] {

@@ -4,6 +4,7 @@ use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::Result;
 use crate::learn::Role;
+use crate::model::load::ModelFiles;
 use crate::model::{Arch, Head, init};
 use crate::rng::{Purpose, Rng};
 use crate::tensor::DType;
@@ -22,7 +23,8 @@ impl Source {
     /// The model in a role; a language model gets a new value head if `head` requires one.
     pub fn role(&self, name: &'static str, head: Head, dtype: DType) -> Result<Role> {
         if let Some(dir) = &self.dir {
-            return Role::load(Device::Cpu, name, dir, &self.arch, head, dtype, SEED, &Axes::one(), 1);
+            let files = ModelFiles { dir, adapter: None, arch: &self.arch, head };
+            return Role::load(Device::Cpu, name, &files, None, dtype, SEED, &Axes::one(), 1);
         }
         let weights = init::init(&self.arch, head, dtype, SEED);
         Ok(Role::new(name, Path::new(""), &self.arch, weights, &Axes::one()))

@@ -32,6 +32,10 @@ pub struct Args {
     #[argh(option)]
     pub model: PathBuf,
 
+    /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
+    #[argh(option)]
+    pub adapter: Option<PathBuf>,
+
     /// rows as JSON lines; - is standard input
     #[argh(option)]
     pub input: Option<PathBuf>,

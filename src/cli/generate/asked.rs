@@ -1,6 +1,7 @@
 //! The requests for a row: its prompt, with the options of the command line or its own.
 
 use super::args::Args;
+use crate::cli::model_dirs::ModelDirs;
 use crate::cli::rows::{self, Row};
 use crate::cli::texts::Texts;
 use crate::config::nearest;
@@ -66,9 +67,9 @@ pub struct Asker<'a> {
 }
 
 impl<'a> Asker<'a> {
-    pub fn new(args: &'a Args, config: &RolloutConfig) -> Result<Self> {
-        let arch = Arch::load(&args.model)?;
-        let texts = Texts::open(&args.model, &arch, &args.template())?;
+    pub fn new(args: &'a Args, config: &RolloutConfig, dirs: &ModelDirs) -> Result<Self> {
+        let arch = dirs.arch()?;
+        let texts = Texts::open(&dirs.tokenizer, &arch, &args.template())?;
         let tokenizer = texts.tokenizer.as_ref();
         let edits = Arc::new(edits(args, tokenizer, arch.vocabulary)?);
         let stop = Arc::new(Stop::of_model(config, &arch.eos_tokens, tokenizer));

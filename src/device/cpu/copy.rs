@@ -33,6 +33,20 @@ pub fn add(x: &[f32], y: &mut [f32]) {
 }
 
 leveled! {
+    fn scale_range(x: &mut [f32], s: f32) {
+        for x in x {
+            *x *= s;
+        }
+    }
+}
+
+/// x = s x
+pub fn scale(s: f32, x: &mut [f32]) {
+    let (level, small) = (level(), x.len() < SERIAL_MAX / 4);
+    pool().parts(x, 1024, small, &|_, x| scale_range(level, x, s));
+}
+
+leveled! {
     fn round_range(x: &mut [f32]) {
         for x in x {
             *x = f32::from_bits(u32::from(round_bf16(*x)) << 16);

@@ -14,6 +14,7 @@ pub mod linear_divergence;
 pub mod matmul;
 pub mod matmul_weight;
 mod microkernel;
+pub mod nf4;
 pub mod norm;
 mod panel;
 pub mod peak;

@@ -5,6 +5,7 @@
 
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
+use crate::dtype::round_bf16;
 
 /// The number of lanes in a row of scores, a multiple of every vector's width.
 pub const BLOCK: usize = 32;
@@ -47,6 +48,12 @@ pub trait Vector: Copy {
     unsafe fn add_pairs(self, _x: Self, _w: Self) -> Self {
         unreachable!("only AVX-512 has the instruction")
     }
+    /// The values of `table` at the index in bits `shift` to `shift + 3` of each lane.
+    unsafe fn select(self, shift: u32, table: &[f32; 16]) -> Self;
+    /// The nearest bf16, ties to even, of finite lanes.
+    unsafe fn round_bf16(self) -> Self;
+    /// Words that are pairs of bf16: the even ones from lanes that are bf16, the odd ones from `odd`.
+    unsafe fn join(self, odd: Self) -> Self;
     /// The lanes whose bit is set, the others from `other`.
     unsafe fn keep(self, bits: u32, other: Self) -> Self;
     unsafe fn reduce_max(self) -> f32;
@@ -203,6 +210,9 @@ impl Vector for f32 {
     } }
     method! { odd(self) -> Self = x { f32::from_bits(x.to_bits() & 0xffff_0000) } }
     method! { even(self) -> Self = x { f32::from_bits(x.to_bits() << 16) } }
+    method! { select(self, shift: u32, table: &[f32; 16]) -> Self = x { table[(x.to_bits() >> shift & 15) as usize] } }
+    method! { round_bf16(self) -> Self = x { f32::from_bits(u32::from(round_bf16(x)) << 16) } }
+    method! { join(self, odd: Self) -> Self = even { f32::from_bits(even.to_bits() >> 16 | odd.to_bits()) } }
     method! { keep(self, bits: u32, other: Self) -> Self = x { if bits & 1 == 1 { x } else { other } } }
     method! { reduce_max(self) -> f32 = x { x } }
     method! { transpose8(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) -> () {
@@ -302,6 +312,20 @@ mod x86 {
         method! { add_pairs(self, x: Self, w: Self) -> Self = sum {
             _mm512_dpbf16_ps(sum, std::mem::transmute::<__m512, __m512bh>(x), std::mem::transmute::<__m512, __m512bh>(w))
         } }
+        method! { select(self, shift: u32, table: &[f32; 16]) -> Self = x {
+            let index = _mm512_srlv_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(shift as i32));
+            _mm512_permutexvar_ps(index, _mm512_loadu_ps(table.as_ptr()))
+        } }
+        method! { round_bf16(self) -> Self = x {
+            let bits = _mm512_castps_si512(x);
+            let is_odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let up = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), is_odd);
+            _mm512_castsi512_ps(_mm512_add_epi32(bits, up)).odd()
+        } }
+        method! { join(self, odd: Self) -> Self = even {
+            let even = _mm512_srli_epi32::<16>(_mm512_castps_si512(even));
+            _mm512_castsi512_ps(_mm512_or_si512(even, _mm512_castps_si512(odd)))
+        } }
         method! { keep(self, bits: u32, other: Self) -> Self = x { _mm512_mask_blend_ps(bits as u16, other, x) } }
         method! { reduce_max(self) -> f32 = x {
             let high = _mm512_castpd_ps(_mm512_shuffle_f64x2::<0b01_00_11_10>(_mm512_castps_pd(x), _mm512_castps_pd(x)));
@@ -357,6 +381,23 @@ mod x86 {
             let mut halves = [0; 8];
             from.copy_to_nonoverlapping(halves.as_mut_ptr(), n.min(8));
             Self::load_halves(halves.as_ptr())
+        } }
+        method! { select(self, shift: u32, table: &[f32; 16]) -> Self = x {
+            let index = _mm256_srlv_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(shift as i32));
+            let low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table.as_ptr()), index);
+            let high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table[8..].as_ptr()), index);
+            // The sign selects.
+            _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+        } }
+        method! { round_bf16(self) -> Self = x {
+            let bits = _mm256_castps_si256(x);
+            let is_odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let up = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), is_odd);
+            _mm256_castsi256_ps(_mm256_add_epi32(bits, up)).odd()
+        } }
+        method! { join(self, odd: Self) -> Self = even {
+            let even = _mm256_srli_epi32::<16>(_mm256_castps_si256(even));
+            _mm256_castsi256_ps(_mm256_or_si256(even, _mm256_castps_si256(odd)))
         } }
         method! { keep(self, bits: u32, other: Self) -> Self = x {
             let of_lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);

@@ -12,6 +12,11 @@ pub fn add(x: View, mut y: ViewMut) {
     gpu().launch("add_f32", grid_of_eights(x.len()), THREADS, 0, &[x.arg(F32), y.arg(F32), x.len().into()]);
 }
 
+/// x = s x for bf16 values, rounded once; any length and alignment.
+pub fn scale(s: f32, mut x: ViewMut) {
+    gpu().launch("scale_bf16", grid_of_eights(x.len()), THREADS, 0, &[Arg::F32(s), x.arg(Bf16), x.len().into()]);
+}
+
 /// to = from, rounded where it is bf16; dtypes may be the same. Any length and alignment.
 pub fn cast(from: View, mut to: ViewMut) {
     let len = from.len();

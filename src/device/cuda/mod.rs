@@ -31,6 +31,7 @@ pub mod linear_logprob;
 pub mod linear_logprob_fused;
 pub mod matmul;
 pub mod memory;
+pub mod nf4;
 pub mod norm;
 mod null_driver;
 pub mod nvrtc;

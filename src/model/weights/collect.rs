@@ -18,30 +18,55 @@ use std::ops::Range;
 /// The number of elements gathered at a time.
 const PIECE: usize = 1 << 20;
 
-/// Calls `take` on the first rank of `axes` with all rows of all parameters of the whole model, in order. Its arguments
-/// are the index of the parameter in the table and the row-major values of some rows. All ranks of `axes` call this.
+/// Calls `take` on the first rank of `axes` with all rows of all parameters of the weights' table, in order. Its
+/// arguments are the index of the parameter in the table and the row-major values of some rows. All ranks of `axes` call
+/// this.
 ///
 /// # Panics
 /// If the axes have a pipeline.
 pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut(usize, &[f32])) {
-    assert_eq!(axes.pipeline.size(), 1, "pipeline ranks hold different units");
-    let (size, device) = (axes.tensor.size(), weights.device());
-    let part = |rank| ParamTable::on(device, arch, weights.table.head(), TensorPart { rank, size });
-    let tables: Vec<ParamTable> = (0..size).map(part).collect();
-    let sharing = if weights.is_sharded() { axes.zero.size() } else { 1 };
-    let partitions: Vec<Partition> = tables.iter().map(|table| Partition::new(table.units(), 0, sharing)).collect();
-    let mut staging = Staging::default();
-    for index in 0..tables[0].specs().len() {
+    let mut collector = Collector::new(arch, weights, axes);
+    for index in 0..weights.table.specs().len() {
+        collector.parameter(index, |rows| take(index, rows));
+    }
+}
+
+/// Collects parameters of weights in any order.
+pub struct Collector<'a> {
+    weights: &'a Weights,
+    axes: &'a Axes,
+    /// The tables of all tensor ranks.
+    tables: Vec<ParamTable>,
+    partitions: Vec<Partition>,
+    staging: Staging,
+}
+
+impl<'a> Collector<'a> {
+    /// # Panics
+    /// If the axes have a pipeline.
+    pub fn new(arch: &Arch, weights: &'a Weights, axes: &'a Axes) -> Self {
+        assert_eq!(axes.pipeline.size(), 1, "pipeline ranks hold different units");
+        let size = axes.tensor.size();
+        let part = |rank| weights.table.for_part(arch, TensorPart { rank, size });
+        let tables: Vec<ParamTable> = (0..size).map(part).collect();
+        let sharing = if weights.is_sharded() { axes.zero.size() } else { 1 };
+        let partitions = tables.iter().map(|table| Partition::new(table.units(), 0, sharing)).collect();
+        Self { weights, axes, tables, partitions, staging: Staging::default() }
+    }
+
+    /// Calls `take` on the first rank with all rows of parameter `index`, some at a time. All ranks call this.
+    pub fn parameter(&mut self, index: usize, mut take: impl FnMut(&[f32])) {
+        let Self { weights, axes, tables, partitions, staging } = self;
         let specs: Vec<&ParamSpec> = tables.iter().map(|table| &table.specs()[index]).collect();
-        let unit = tables[0].unit_of(ParamId(index));
+        let unit = tables[0].unit_of(ParamId::own(index));
         let (n, width) = specs[0].full_dims();
         let each = (PIECE / width.max(1) / PANEL).max(1) * PANEL;
         for first in (0..n).step_by(each) {
             let rows = first..(first + each).min(n);
             let takes = takes(&specs, &rows);
-            staging.bring(weights, unit, axes, &partitions, &takes);
+            staging.bring(weights, unit, axes, partitions, &takes);
             if axes.all.rank() == 0 {
-                take(index, staging.put_together(weights.dtype(), &takes, &rows, width));
+                take(staging.put_together(weights.dtype(), &takes, &rows, width));
             }
         }
     }
@@ -140,7 +165,7 @@ impl Staging {
         let send: &mut [u16] = bytemuck::cast_slice_mut(&mut self.send);
         let mut at = 0;
         for part in own {
-            weights.local(unit).read_bits(&part, &mut send[at..at + words * part.len()]);
+            weights.here(unit).values().read_bits(&part, &mut send[at..at + words * part.len()]);
             at += words * part.len();
         }
         let is_first = all.rank() == 0;

@@ -60,17 +60,25 @@ enum Parts {
 
 impl Reshard {
     /// Reshards from the layout `axes` of a model, with part `table` on this rank, to part `to`. All ranks of `axes`
-    /// call this.
+    /// call this. `base` is the new part's table of frozen parameters.
     ///
     /// # Panics
     /// If the model cannot be split into this many parts (`Arch::check_tensor`).
-    pub fn new(transformer: &Transformer, table: &Arc<ParamTable>, axes: &Axes, to: TensorPart) -> Self {
+    pub fn new(
+        transformer: &Transformer,
+        table: &Arc<ParamTable>,
+        axes: &Axes,
+        to: TensorPart,
+        base: Option<&Arc<ParamTable>>,
+    ) -> Self {
         let mut known = vec![(table.tensor_part(), table.clone())];
         let mut part = |part: TensorPart| {
             if let Some((_, table)) = known.iter().find(|(other, _)| *other == part) {
                 return table.clone();
             }
-            known.push((part, Arc::new(ParamTable::on(table.device(), &transformer.arch, table.head(), part))));
+            let other = table.for_part(&transformer.arch, part);
+            let other = base.filter(|_| part == to).map(|base| other.on_base(&transformer.arch, base)).unwrap_or(other);
+            known.push((part, Arc::new(other)));
             known[known.len() - 1].1.clone()
         };
         let size = axes.tensor.size();

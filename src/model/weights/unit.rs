@@ -4,7 +4,7 @@ use super::pack::{narrow, widen};
 use crate::comm::Group;
 use crate::device::Device;
 use crate::device::cuda::{Arg, HostCopy};
-use crate::model::params::{ParamId, ParamTable};
+use crate::model::params::{ParamId, ParamSpec, ParamTable};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, FLAT_ALIGN, Flat, Layout, Piece, Slice, SliceMut, Weight, convert, copy};
 use std::ops::Range;
@@ -205,6 +205,13 @@ impl UnitValues {
     /// The values of a part of the flat vector.
     pub fn part(&self, part: &Range<usize>) -> Slice<'_> {
         self.slice().part(self.here(part))
+    }
+
+    /// A parameter and its values, given its range of the flat vector. Call `refresh` after changing them.
+    pub(super) fn spec_part_mut(&mut self, range: &Range<usize>) -> (&ParamSpec, SliceMut<'_>) {
+        let here = self.here(range);
+        let (id, _) = self.table.parts(range).next().expect("the range of a parameter");
+        (self.table.spec(id), self.values.slice_mut(here))
     }
 
     /// The same, mutable. Call `refresh` after changing them.

@@ -2,7 +2,7 @@
 
 use crate::comm::{Axes, Group};
 use crate::device::cuda::owned_by;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::launch::gpu;
 use crate::launch::limits::check_sampling;
 use crate::launch::run::Run;
@@ -10,11 +10,14 @@ use crate::learn::Role;
 use crate::metrics::{Phase, Phases};
 use crate::model::{Reshard, TensorPart, Transformer, Weights};
 use crate::rollout::Model;
+use std::rc::Rc;
 
 /// The layout of the actor's weights in the rollout.
 pub struct RolloutWeights {
     /// `None` if the rollout uses training's weights in place.
     reshard: Option<Reshard>,
+    /// The same for the frozen base of weights that have one.
+    reshard_base: Option<Reshard>,
     /// The transformer over the ranks that share matrices in the rollout, if they differ from training's.
     transformer: Option<Transformer>,
     all: Group,
@@ -51,10 +54,21 @@ impl RolloutWeights {
         arch.check_tensor(to.size).and(known).map_err(|e| e.within("rollout"))?;
         let same = to.size == training.tensor.size();
         let moves = !same || actor.weights.is_sharded();
-        let reshard = moves.then(|| Reshard::new(&actor.transformer, &actor.weights.table, training, to));
-        let over = |reshard: &Reshard| Transformer::for_axes(arch, reshard.table(), rollout);
-        let transformer = reshard.as_ref().filter(|_| !same).map(over);
-        Ok(Self { reshard, transformer, all: training.all.clone() })
+        let base = actor.weights.base.as_ref();
+        if !same && base.is_some_and(|base| base.is_quantized()) {
+            let (rollout, training) = (to.size, training.tensor.size());
+            return Err(Error::usage(format!(
+                "rollout.tensor must equal mesh.tensor = {training} with model.quantize (got {rollout})"
+            )));
+        }
+        let base = base.filter(|base| !base.is_quantized());
+        let over = |weights: &Weights, base| Reshard::new(&actor.transformer, &weights.table, training, to, base);
+        let reshard_base = base.filter(|_| moves).map(|base| over(base, None));
+        let base = reshard_base.as_ref().map(Reshard::table);
+        let reshard = moves.then(|| over(&actor.weights, base));
+        let on_rollout = |reshard: &Reshard| Transformer::for_axes(arch, reshard.table(), rollout);
+        let transformer = reshard.as_ref().filter(|_| !same).map(on_rollout);
+        Ok(Self { reshard, reshard_base, transformer, all: training.all.clone() })
     }
 
     /// Gathers the weights that training shards or splits differently. Ranks decode different numbers of tokens, so no
@@ -62,8 +76,16 @@ impl RolloutWeights {
     /// actor call this.
     pub fn gather<'a>(&'a self, actor: &'a Role, phases: &mut Phases) -> Gathered<'a> {
         let whole = self.reshard.as_ref().map(|reshard| {
-            let gather = || owned_by("rollout weights", || reshard.weights(&actor.weights));
-            let (weights, bytes) = phases.time(Phase::Reshard, gather);
+            let gather = |reshard: &Reshard, weights| owned_by("rollout weights", || reshard.weights(weights));
+            let (weights, bytes) = phases.time(Phase::Reshard, || {
+                let base = self.reshard_base.as_ref().zip(actor.weights.base.as_deref());
+                let base = base.map(|(reshard, base)| gather(reshard, base));
+                let (own, bytes) = gather(reshard, &actor.weights);
+                let (base, of_base) = base.unzip();
+                // A base in nf4 is used in place.
+                let base = base.map(Rc::new).or_else(|| actor.weights.base.clone());
+                (own.on_base(base), bytes + of_base.unwrap_or(0))
+            });
             (weights, self.all.max(bytes as f64))
         });
         let (whole, moved) = whole.unzip();
@@ -72,7 +94,8 @@ impl RolloutWeights {
 
     /// Bytes of weights that a rank holds in addition to training's while it samples.
     pub fn bytes(&self, actor: &Role) -> usize {
-        self.reshard.as_ref().map_or(0, |reshard| reshard.table().len() * actor.weights.dtype().bytes())
+        let both = self.reshard.iter().chain(&self.reshard_base);
+        both.map(|reshard| reshard.table().len() * actor.weights.dtype().bytes()).sum()
     }
 
     /// The actor's transformer on the ranks of the rollout.

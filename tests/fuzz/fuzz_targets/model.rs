@@ -13,7 +13,7 @@ pub fn config(data: &[u8]) {
     let Ok(arch) = Arch::load(&dir) else { return };
     if arch.blocks.len() < 100 {
         let head = arch.head;
-        drop(load::open(Device::Cpu, &dir, arch, head, 0, TensorPart::whole()));
+        drop(load::open(Device::Cpu, &dir, &arch, head, 0, TensorPart::whole()));
     }
 }
 
@@ -29,7 +29,7 @@ pub fn tensors(data: &[u8]) {
     place::write_all(["w/model.safetensors", "w/model.safetensors.index.json"], [Some(&whole), index]);
     let arch = Arch::load(&place::path("w")).expect("a good config.json");
     for head in [Head::Value, Head::LanguageModel] {
-        let Ok(source) = load::open(Device::Cpu, &place::path("w"), arch.clone(), head, 0, TensorPart::whole()) else {
+        let Ok(source) = load::open(Device::Cpu, &place::path("w"), &arch, head, 0, TensorPart::whole()) else {
             continue;
         };
         let units = source.table.units().to_vec();

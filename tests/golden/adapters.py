@@ -1,0 +1,80 @@
+"""Makes goldens of adapters: the results of PEFT for the tiny models of models.py, each with a random adapter.
+
+    python tests/golden/adapters.py          # needs torch, transformers >= 5, peft 0.21.2, safetensors
+
+Writes tests/golden/adapters/NAME/ (an adapter directory, f32) and tests/golden/adapters/NAME.safetensors: `loss`, and
+the tensors that models.py lists, with 12 greedy tokens and with gradients of the trained parameters only. All in
+float64. All linear layers have rank 4; B is not 0; the models differ in alpha, rslora and patterns.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import models
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+
+OUT = Path(__file__).parent / "adapters"
+LENGTHS = [2, 13, 24]
+models.NEW = 12
+
+# The settings of each model that differ from rank 4 and alpha 6.
+SETTINGS = {
+    "llama2": {},
+    "llama3": dict(use_rslora=True, lora_alpha=3),
+    "mistral": dict(rank_pattern={"k_proj": 1, "layers.0.mlp.up_proj": 7}),
+    "qwen2": dict(alpha_pattern={"self_attn.*": 10}),
+    "qwen3": dict(target_modules=["q_proj", "v_proj", "down_proj"], layers_to_transform=[1]),
+    "reward": {},
+    "reward-qwen2": dict(use_rslora=True, lora_alpha=2),
+}
+
+
+def make(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    is_value = name.startswith("reward")
+    auto = transformers.AutoModelForSequenceClassification if is_value else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(models.OUT / name, attn_implementation="eager", dtype=torch.float64)
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **SETTINGS[name]}
+    config = LoraConfig(task_type="SEQ_CLS" if is_value else "CAUSAL_LM", **settings)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    trained = {key: p for key, p in adapted.named_parameters() if p.requires_grad}
+    for key, p in trained.items():
+        if "lora_" in key:
+            noise = torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5
+            p.data = (noise if "lora_A" in key else 0.5 * noise).double()
+    directory = OUT / name
+    adapted.save_pretrained(directory)
+    (directory / "README.md").unlink()
+    prefix = "base_model.model."
+    plain = {key.replace(".default", "").replace(".modules_to_save", ""): p for key, p in trained.items()}
+    save_file({key: p.detach().float().contiguous() for key, p in plain.items()},
+              directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = f"models/{name}"
+    config["target_modules"] = sorted(config["target_modules"])
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    rows = [torch.randint(3, 131, (n,), generator=generator) for n in LENGTHS]
+    inner, out = adapted.base_model.model.eval(), {}
+    out["loss"] = (models.value_numbers if is_value else models.language_model_numbers)(inner, rows, out)
+    out["loss"].backward()
+    for key, p in plain.items():
+        out[f"grad.{key.removeprefix(prefix)}"] = p.grad
+    out = {key: tensor.detach().to(torch.float32 if tensor.is_floating_point() else torch.int32).contiguous()
+           for key, tensor in out.items()}
+    out["tokens"] = torch.cat(rows).int()
+    out["cu_seqlens"] = torch.tensor([0] + LENGTHS).cumsum(0).int()
+    save_file(out, OUT / f"{name}.safetensors")
+    for path in [OUT / f"{name}.safetensors", *directory.iterdir()]:
+        path.chmod(0o644)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    for number, name in enumerate(SETTINGS):
+        make(name, 300 + number)

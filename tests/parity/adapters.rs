@@ -1,0 +1,101 @@
+//! Models with adapters against PEFT, and frozen bases in nf4.
+
+use crate::models::relative_gap;
+use crate::parity::golden::{
+    ENTROPY_COEF, LANGUAGE_MODELS, Model, REWARD_MODELS, check_gradients, directory, gap, weights,
+};
+use rlhf_hpc::comm::Axes;
+use rlhf_hpc::config::job::Recompute;
+use rlhf_hpc::device::Device;
+use rlhf_hpc::model::load::{ModelFiles, load_base};
+use rlhf_hpc::model::{Arch, Gradients, Head, ParamId, Saved, Weights, pack};
+use rlhf_hpc::tensor::nf4::Nf4;
+use rlhf_hpc::tensor::{DType, Slice};
+
+#[test]
+fn logprobs_and_gradients_of_adapters_agree_with_peft_for_every_family() {
+    for name in LANGUAGE_MODELS {
+        let m = Model::adapted(name, Head::LanguageModel, DType::F32);
+        let (grads, logprobs, entropy) = m.language_model_backward();
+        for (got, key) in [(&logprobs, "logprobs_t"), (&entropy, "entropy")] {
+            let apart = gap(got, &m.golden.floats(key));
+            assert!(apart <= 5e-5, "{name}: {key}: {apart:e}");
+        }
+        let sum = |factors: Vec<f32>, values: &[f32]| -> f64 {
+            factors.iter().zip(values).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+        };
+        let loss = sum(weights(0..logprobs.len()), &logprobs) + sum(vec![ENTROPY_COEF; entropy.len()], &entropy);
+        let want = f64::from(m.golden.floats("loss")[0]);
+        assert!((loss - want).abs() <= 1e-5 * want.abs().max(1.0), "{name}: the loss is {loss}, of PEFT {want}");
+        check_gradients(name, &m.golden, &grads, 1e-4);
+    }
+}
+
+#[test]
+fn scores_and_gradients_of_reward_models_with_adapters_agree_with_peft() {
+    for name in REWARD_MODELS {
+        let m = Model::adapted(name, Head::Value, DType::F32);
+        let mut saved = Saved::new(false);
+        let hidden = m.hidden(Some(&mut saved));
+        let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
+        let values = m.transformer.values(&m.weights, &hidden, &rows);
+        let apart = gap(&values, &m.golden.floats("values"));
+        assert!(apart <= 1e-5, "{name}: {apart:e}");
+        let mut grads = Gradients::new(m.weights.table.clone());
+        let dvalues = weights(0..rows.len());
+        let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
+        m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
+        check_gradients(name, &m.golden, &grads, 1e-4);
+    }
+}
+
+#[test]
+fn recomputation_does_not_change_the_gradients_of_adapters() {
+    for name in LANGUAGE_MODELS {
+        let m = Model::adapted(name, Head::LanguageModel, DType::F32);
+        let (kept, ..) = m.language_model_backward();
+        for recompute in [Recompute::Attention, Recompute::Block] {
+            let (again, ..) = m.backward_with(recompute);
+            assert_eq!(kept.to_vec(), again.to_vec(), "{name}, {recompute:?}");
+        }
+    }
+}
+
+/// The bits of a matrix in nf4 are those of its dequantized values, rounded to bf16 once.
+#[test]
+fn layers_of_a_base_in_nf4_have_the_dequantized_values() {
+    for (name, dtype) in [("llama3", DType::F32), ("qwen2", DType::Bf16)] {
+        let arch = Arch::load(&directory(name)).expect("a model");
+        let files = ModelFiles { dir: &directory(name), adapter: None, arch: &arch, head: Head::LanguageModel };
+        let names = files.whole().specs().iter().map(|spec| spec.name.clone()).collect();
+        let base =
+            |quantize| load_base(Device::Cpu, &files, &names, dtype, &Axes::one(), 0, true, quantize).expect("a base");
+        let [exact, quantized] = [base(false), base(true)];
+        assert!(quantized.is_quantized() && 2 * quantized.bytes() < 3 * exact.bytes() / 2 + exact.bytes());
+        for (index, spec) in exact.table.specs().iter().enumerate() {
+            let id = ParamId::own(index);
+            let unit = exact.table.unit_of(id);
+            let values = |weights: &Weights| match weights.unit(unit).weight(id).values {
+                Slice::F32(values) => values.to_vec(),
+                Slice::Bf16(values) => values.iter().map(|x| f32::from_bits(u32::from(*x) << 16)).collect(),
+                Slice::Cuda(_) => unreachable!("a model on the CPU"),
+            };
+            let [exact_values, got] = [values(&exact), values(&quantized)];
+            if !exact.table.is_quantized(unit) || spec.shape.len() < 2 {
+                assert_eq!(got, exact_values, "{name}: {}", spec.name);
+                continue;
+            }
+            let apart = relative_gap(&got, &exact_values);
+            assert!((0.01..0.15).contains(&apart), "{name}: {} parts by {apart}", spec.name);
+            if dtype == DType::F32 {
+                let (n, k) = spec.dims();
+                let whole = pack::unpack(spec, &exact_values);
+                let source = |start: usize, to: &mut [f32]| to.copy_from_slice(&whole[start..start + to.len()]);
+                let nf4 = Nf4::quantize(n, k, &source).expect("finite values").double_quantized();
+                let mut want = vec![0.0; n * k];
+                nf4.read(0, &mut want);
+                assert_eq!(pack::unpack(spec, &got), want, "{name}: {}", spec.name);
+            }
+        }
+    }
+}
