@@ -121,14 +121,20 @@ impl ModelSpec {
 
     /// Reads its config.json. A model whose adapter has a value head is a value model.
     pub fn arch(&self) -> Result<Arch> {
-        let read = || {
-            let mut arch = Arch::load(&self.dir)?;
-            if !self.adapter.as_os_str().is_empty() && AdapterConfig::read(&self.adapter)?.task == Task::Value {
-                arch.head = Head::Value;
-            }
-            Ok(arch)
+        let key = role::key(self.role.name());
+        let mut arch = Arch::load(&self.dir).map_err(|e| e.within(&key))?;
+        if self.adapter.as_os_str().is_empty() {
+            return Ok(arch);
+        }
+        let of_adapter = match self.role {
+            RoleName::Actor | RoleName::Rollout => "model.adapter",
+            RoleName::Reference => "model.reference_adapter",
+            _ => &key,
         };
-        read().map_err(|e: Error| e.within(role::key(self.role.name())))
+        if AdapterConfig::read(&self.adapter).map_err(|e| e.within(of_adapter))?.task == Task::Value {
+            arch.head = Head::Value;
+        }
+        Ok(arch)
     }
 }
 

@@ -95,6 +95,7 @@ fn settings_of_adapters_that_no_job_can_use_are_rejected_before_it_starts() {
         ("job.kind=dpo lora.rank=1000", "lora.rank must be at most"),
         ("job.kind=dpo lora.rank=2 lora.targets=[\"query\"]", "lora.targets must list names of modules"),
         ("job.kind=dpo lora.rank=2 model.freeze=[\"mlp\"]", "model.freeze has no use with lora.rank above 0"),
+        ("job.kind=dpo model.adapter=absent", "error: model.adapter: "),
         ("job.kind=dpo model.quantize=nf4", "model.quantize = \"nf4\" needs frozen weights"),
         ("job.kind=dpo model.freeze=[\"layers.7\"]", "model.freeze must name layers up to"),
     ] {
