@@ -25,15 +25,15 @@ job() {
 adapters="lora.rank=16 lora.alpha=32"
 say "PPO of all weights"
 job ppo-full $quickstart/ppo.toml
-for rate in 3e-4 1e-3 3e-3; do
+for rate in 3e-4 1e-3 2e-3; do
   say "PPO of adapters with a learning rate of $rate"
   # shellcheck disable=SC2086
-  job "ppo-lora-$rate" $quickstart/ppo.toml $adapters optim.actor.lr=$rate
+  job "ppo-lora-$rate" $quickstart/ppo.toml $adapters optim.actor.lr=$rate optim.critic.lr=3e-3
 done
-for rate in 3e-4 1e-3 3e-3; do
+for rate in 3e-4 1e-3 2e-3; do
   say "PPO of adapters on a base in nf4 with a learning rate of $rate"
   # shellcheck disable=SC2086
-  job "ppo-nf4-$rate" $quickstart/ppo.toml $adapters optim.actor.lr=$rate model.quantize=nf4
+  job "ppo-nf4-$rate" $quickstart/ppo.toml $adapters optim.actor.lr=$rate optim.critic.lr=3e-3 model.quantize=nf4
 done
 say "a reward model and DPO"
 # shellcheck disable=SC2086
