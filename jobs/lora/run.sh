@@ -19,7 +19,7 @@ job() {
   [ -d "work/$name/export" ] || launch 2 "$file" job.dir="work/$name" "$@"
 }
 
-[ -f $quickstart/work/sft/export/model.safetensors ] || FRESH='' $quickstart/run.sh job.steps=1 job.dir=work/ppo-first
+[ -f $quickstart/work/sft/export/model.safetensors ] || FRESH='' $quickstart/run.sh
 [ -f $rlhf/work/rm/export/model.safetensors ] || FRESH='' $rlhf/run.sh
 
 adapters="lora.rank=16 lora.alpha=32"
