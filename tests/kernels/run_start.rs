@@ -85,7 +85,8 @@ fn by_default_a_job_runs_on_the_gpu_in_bf16_and_without_one_on_the_cpu_in_f32() 
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let job = |to: &str| format!("sft.toml job.steps=2 job.dir={to} {DEFAULTS}");
-    let words = ends(at, true, &job("gpu"), &[]);
+    // On a busy machine, the measured order of both GEMMs would otherwise be random.
+    let words = ends(at, true, &job("gpu"), &[("EMULATED_MATMUL_DELAY_MS", "5")]);
     assert!(words.contains("kernels checked against the CPU in ") && words.contains(" bf16 "), "{words}");
     for line in ["device = \"gpu\"", "dtype = \"bf16\"", "gemm = \"cublaslt\""] {
         assert!(resolved(at, "gpu").lines().any(|l| l == line), "no {line}:\n{}", resolved(at, "gpu"));
