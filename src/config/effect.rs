@@ -2,7 +2,7 @@
 
 use super::Config;
 use super::mesh::{Offload, RoleName};
-use super::method::{self, JobKind, MethodConfig, RowKind};
+use super::method::{self, MethodConfig, RowKind};
 use super::optim::Schedule;
 use super::reward::{RuleConfig, RuleKind};
 use super::{data, optim};
@@ -180,7 +180,7 @@ macro_rules! conditions {
         const TABLES: &[Need<Config>] = &[$((
             stringify!($table),
             concat!("job.kind = \"", stringify!($table), "\""),
-            |config| config.job.kind == JobKind::$kind,
+            |config| config.is(stringify!($table)),
         ),)*];
 
         /// The tables of the methods, then keys of all jobs, then keys of methods.
@@ -189,7 +189,7 @@ macro_rules! conditions {
             let of_jobs = TABLES.iter().chain(NEEDS).map(|(keys, words, holds)| (*keys, *words, holds(config)));
             let mut all: Vec<Condition> = of_jobs.collect();
             $(all.extend(method::$($path)::+::needs().iter().map(|(keys, words, holds)| {
-                (*keys, *words, config.job.kind == JobKind::$kind && holds(&config.$table, &shared))
+                (*keys, *words, config.is(stringify!($table)) && holds(&config.$table, &shared))
             }));)*
             $(all.extend(method::$($path_shared)::+::needs().iter().map(|(keys, words, holds)| {
                 (*keys, *words, holds(&config.$table_shared, &shared))

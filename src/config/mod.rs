@@ -121,10 +121,9 @@ macro_rules! config {
         impl Config {
             /// The settings of the job's method.
             pub fn method(&self) -> &dyn MethodConfig {
-                match self.job.kind {
-                    $(method::JobKind::$kind => &self.$method,)*
-                    $(method::JobKind::$kind_shared => &self.$shared,)*
-                }
+                // In the order of the kinds.
+                let all: [&dyn MethodConfig; _] = [$(&self.$method,)* $(&self.$shared,)*];
+                all[self.job.kind as usize]
             }
 
             /// Sets the tokens of a micro-batch if the job leaves them to the plan.

@@ -121,7 +121,7 @@ impl Body for Attention {
     ) -> Tensor {
         let AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse } = saved;
         let mut d_o = o.like(o.rows(), o.width());
-        self.o.backward_onto(c, &o, dy, &mut d_o, Into::Overwrite, grads);
+        self.o.backward_onto(c, &o, dy, &mut d_o, grads);
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, c.rope);

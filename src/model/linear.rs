@@ -102,17 +102,9 @@ impl Linear {
         before
     }
 
-    /// The backward of a projection with sharded inputs: dx (+)= dy W, dW += dy^T x, db += sum dy, and the adapter's.
-    pub(super) fn backward_onto(
-        &self,
-        c: Context,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        into: Into,
-        grads: &mut Gradients,
-    ) {
-        matmul::backward_input(dy, c.w.weight(self.weight), dx, into);
+    /// The backward of a projection with sharded inputs: dx = dy W, dW += dy^T x, db += sum dy, and the adapter's.
+    pub(super) fn backward_onto(&self, c: Context, x: &Tensor, dy: &Tensor, dx: &mut Tensor, grads: &mut Gradients) {
+        matmul::backward_input(dy, c.w.weight(self.weight), dx, Into::Overwrite);
         self.backward_base(c.w, x, dy, grads);
         if let Some(adapter) = &self.adapter {
             let dinner = adapter.backward_outer(c.w, dy, dx);

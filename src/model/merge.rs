@@ -1,4 +1,5 @@
-//! Merging of adapters: W + scale B A, in f32, rounded once by the writer.
+//! Whole models of parts: adapters merged into their base (W + scale B A, in f32, rounded once by the writer), and
+//! trained with frozen parameters.
 
 use super::params::ParamTable;
 use super::tuning::{Adapter, Tuning, adapter_names};
@@ -13,7 +14,7 @@ use std::ops::Range;
 const PIECE: usize = 1 << 20;
 
 /// The values of an adapter, row by row.
-pub struct Delta {
+struct Delta {
     adapter: Adapter,
     /// (rank, in)
     a: Vec<f32>,
@@ -24,13 +25,13 @@ pub struct Delta {
 impl Delta {
     /// # Panics
     /// If the values do not have the adapter's rank.
-    pub fn new(adapter: Adapter, a: Vec<f32>, b: Vec<f32>) -> Self {
+    fn new(adapter: Adapter, a: Vec<f32>, b: Vec<f32>) -> Self {
         assert!(a.len().is_multiple_of(adapter.rank) && b.len().is_multiple_of(adapter.rank), "values of an adapter");
         Self { adapter, a, b }
     }
 
     /// Adds rows of scale B A, from row `first` of the matrix on.
-    pub fn add_to(&self, first: usize, rows: &mut [f32]) {
+    fn add_to(&self, first: usize, rows: &mut [f32]) {
         let Self { adapter: Adapter { rank, scale }, a, b } = self;
         let width = a.len() / rank;
         for (row, b) in rows.chunks_exact_mut(width).zip(b[first * rank..].chunks_exact(*rank)) {
@@ -79,45 +80,23 @@ pub fn merge(
     Ok(())
 }
 
-/// Calls `take` on the first rank of `axes` with all rows of all parameters of `whole`, the table of the model without
-/// adapters: frozen ones from the base, with their adapters merged. Its arguments are those of `collect`. All ranks of
-/// `axes` call this.
-pub fn collect_merged(
+/// Calls `take` on the first rank of `axes` with all rows of all parameters of `whole`, the table of a model of which a
+/// part is frozen, without adapters. Its arguments are those of `collect`. All ranks of `axes` call this.
+pub fn collect_whole(
     arch: &Arch,
     weights: &Weights,
     whole: &ParamTable,
     axes: &Axes,
     mut take: impl FnMut(usize, &[f32]),
 ) {
-    let (nothing, base_arch) = (Tuning::default(), Arch { tuning: None, ..arch.clone() });
-    let tuning = arch.tuning.as_deref().unwrap_or(&nothing);
-    let mut own = Collector::new(arch, weights, axes);
-    let mut base = weights.base.as_deref().map(|base| (base, Collector::new(&base_arch, base, axes)));
-    let index_of = |table: &ParamTable, name: &str| table.find(name).map(|id| id.index);
+    let base = weights.base.as_deref().expect("a part of it is frozen");
+    let base_arch = Arch { tuning: None, ..arch.clone() };
+    let (mut own, mut frozen) = (Collector::new(arch, weights, axes), Collector::new(&base_arch, base, axes));
     for (index, spec) in whole.specs().iter().enumerate() {
-        let Some(found) = index_of(&weights.table, &spec.name) else {
-            let (base, base_rows) = base.as_mut().expect("what does not train is in the base");
-            let module = spec.name.strip_suffix(".weight").and_then(|module| tuning.adapters.get_key_value(module));
-            let delta = module.map(|(module, adapter)| {
-                let [a, b] = adapter_names(module).map(|name| {
-                    let mut all = Vec::new();
-                    let found = index_of(&weights.table, &name).expect("the table has its adapters");
-                    own.parameter(found, |rows| all.extend_from_slice(rows));
-                    all
-                });
-                Delta { adapter: *adapter, a, b }
-            });
-            let (width, mut first) = (spec.full_dims().1, 0);
-            base_rows.parameter(index_of(&base.table, &spec.name).expect("the base has what is frozen"), |rows| {
-                let mut rows = rows.to_vec();
-                if let Some(delta) = &delta {
-                    delta.add_to(first, &mut rows);
-                }
-                first += rows.len() / width;
-                take(index, &rows);
-            });
-            continue;
+        let (from, found) = match weights.table.find(&spec.name) {
+            Some(id) => (&mut own, id),
+            None => (&mut frozen, base.table.find(&spec.name).expect("the base has what is frozen")),
         };
-        own.parameter(found, |rows| take(index, rows));
+        from.parameter(found.index, |rows| take(index, rows));
     }
 }

@@ -77,7 +77,7 @@ impl Body for Mlp {
         let MlpSaved { n, gate, up, act } = saved;
         let (t, f) = (gate.rows(), gate.width());
         let mut dact = gate.like(t, f);
-        self.down.backward_onto(c, &act, dy, &mut dact, Into::Overwrite, grads);
+        self.down.backward_onto(c, &act, dy, &mut dact, grads);
         // `act` has served: its memory takes dgate.
         let (mut dgate, mut dup) = (act, gate.like(t, f));
         glu::backward(self.activation, &gate, &up, &dact, &mut dgate, &mut dup);

@@ -10,7 +10,7 @@ use crate::metrics::{grouped, keys};
 use crate::model::adapter_config::{AdapterConfig, Task};
 use crate::model::collect::collect;
 use crate::model::export::{self, Export};
-use crate::model::merge::collect_merged;
+use crate::model::merge::collect_whole;
 use crate::model::{Arch, Head, ParamTable, small_files};
 use crate::text::Tokenizer;
 use std::path::Path;
@@ -93,7 +93,7 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
         let merged = Arc::new(ParamTable::new(&Arch { tuning: None, ..arch.clone() }, weights.table.head()));
         if tuning.adapters.is_empty() {
             let begin = || Export::begin(out, &described(run, actor)?, &merged, dtype, Some(&actor.dir));
-            return collected(is_first, begin, |take| collect_merged(arch, weights, &merged, &run.ranks.axes, take));
+            return collected(is_first, begin, |take| collect_whole(arch, weights, &merged, &run.ranks.axes, take));
         }
         let spec = ModelSpec::actor(&run.config, weights.table.head());
         let config = adapter_config(&run.config, &ModelSpec { dir: actor.dir.clone(), ..spec.located(&run.config)? })?;
