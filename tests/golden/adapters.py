@@ -9,6 +9,7 @@ float64. All linear layers have rank 4; B is not 0; the models differ in alpha, 
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import models
@@ -19,7 +20,6 @@ from safetensors.torch import save_file
 
 OUT = Path(__file__).parent / "adapters"
 LENGTHS = [2, 13, 24]
-models.NEW = 12
 
 # The settings of each model that differ from rank 4 and alpha 6.
 SETTINGS = {
@@ -60,7 +60,8 @@ def make(name, seed):
 
     rows = [torch.randint(3, 131, (n,), generator=generator) for n in LENGTHS]
     inner, out = adapted.base_model.model.eval(), {}
-    out["loss"] = (models.value_numbers if is_value else models.language_model_numbers)(inner, rows, out)
+    numbers = models.value_numbers if is_value else partial(models.language_model_numbers, new=12)
+    out["loss"] = numbers(inner, rows, out)
     out["loss"].backward()
     for key, p in plain.items():
         out[f"grad.{key.removeprefix(prefix)}"] = p.grad
