@@ -43,3 +43,20 @@ KERNEL __launch_bounds__(256) swiglu_backward(
     const bf16* gate, const bf16* up, const bf16* dy, bf16* dgate, bf16* dup, u64 len) {
     glu_backward<Silu>(gate, up, dy, dgate, dup, len);
 }
+
+// geglu_forward  y = gate sigmoid(2 u) up, u = sqrt(2 / pi) (gate + 0.044715 gate^3)
+// as swiglu_forward
+// grid ceil(len / 2048), block 256, eight values a thread; needs len % 8 == 0 and 16-byte alignment
+// roofline 6 len bytes
+KERNEL __launch_bounds__(256) geglu_forward(const bf16* gate, const bf16* up, bf16* y, u64 len) {
+    glu_forward<GeluTanh>(gate, up, y, len);
+}
+
+// geglu_backward  with s = sigmoid(2 u): dgate = dy up s (1 + 2 gate (1 - s) u'), dup = dy gate s
+// as swiglu_backward
+// grid ceil(len / 2048), block 256, eight values a thread; needs len % 8 == 0 and 16-byte alignment
+// roofline 10 len bytes
+KERNEL __launch_bounds__(256) geglu_backward(
+    const bf16* gate, const bf16* up, const bf16* dy, bf16* dgate, bf16* dup, u64 len) {
+    glu_backward<GeluTanh>(gate, up, dy, dgate, dup, len);
+}

@@ -17,3 +17,18 @@ struct Silu {
         return dgate;
     }
 };
+
+// GeGLU with the tanh form of GELU: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+struct GeluTanh {
+    DEVICE float doubled(float x) { return 1.5957691f * (x + 0.044715f * x * x * x); }
+
+    DEVICE float gated(float gate, float up) { return gate * sigmoid(doubled(gate)) * up; }
+
+    // As Silu's.
+    DEVICE float backward(float gate, float& up, float dy) {
+        float s = sigmoid(doubled(gate)), inner = 1.5957691f * (1.0f + 0.134145f * gate * gate);
+        float dgate = dy * up * (s * (1.0f + gate * (1.0f - s) * inner));
+        up = dy * (gate * s);
+        return dgate;
+    }
+};

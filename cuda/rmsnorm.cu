@@ -13,17 +13,17 @@ DEVICE float squares_of(const Eight& eight) {
     return sum;
 }
 
-DEVICE Eight scaled(const Eight& x, const Eight& w, float scale) {
+DEVICE Eight scaled(const Eight& x, const Eight& w, float offset, float scale) {
     float a[8], b[8];
     widen(x, a);
     widen(w, b);
 #pragma unroll
-    for (int i = 0; i < 8; i++) a[i] = a[i] * scale * b[i];
+    for (int i = 0; i < 8; i++) a[i] = a[i] * scale * (b[i] + offset);
     return narrow(a);
 }
 
 // One block per group. Its values and those of w are loaded before the sum needs them, and are read once.
-DEVICE void forward_wide(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n, float* room) {
+DEVICE void forward_wide(const bf16* x, const bf16* w, float offset, float eps, bf16* y, float* rstd, i32 n, float over_n, float* room) {
     u64 start = (u64)blockIdx.x * n;
     Eight held[FORWARD_HELD], weights[FORWARD_HELD];
 #pragma unroll
@@ -44,7 +44,7 @@ DEVICE void forward_wide(const bf16* x, const bf16* w, float eps, bf16* y, float
 #pragma unroll
     for (int c = 0; c < FORWARD_HELD; c++) {
         int at = (c * (int)blockDim.x + (int)threadIdx.x) * 8;
-        if (at < n) *(Eight*)(y + start + at) = scaled(held[c], weights[c], scale);
+        if (at < n) *(Eight*)(y + start + at) = scaled(held[c], weights[c], offset, scale);
     }
 }
 
@@ -55,7 +55,7 @@ DEVICE float lanes_sum(float x, int lanes) {
 }
 
 // 2^shift lanes a group, eight values each.
-DEVICE void forward_narrow(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n, u32 shift,
+DEVICE void forward_narrow(const bf16* x, const bf16* w, float offset, float eps, bf16* y, float* rstd, i32 n, float over_n, u32 shift,
                            u32 groups) {
     // Threads of the grid may be more than 32 bits count.
     u32 group = blockIdx.x * (blockDim.x >> shift) + (threadIdx.x >> shift), at = (threadIdx.x & ((1u << shift) - 1)) * 8;
@@ -69,28 +69,28 @@ DEVICE void forward_narrow(const bf16* x, const bf16* w, float eps, bf16* y, flo
     float scale = inverse_sqrt(fmaf(lanes_sum(squares_of(held), 1 << shift), over_n, eps));
     if (!here) return;
     if (at == 0) rstd[group] = scale;
-    *(Eight*)(y + start) = scaled(held, weights, scale);
+    *(Eight*)(y + start) = scaled(held, weights, offset, scale);
 }
 
-// rmsnorm_forward  y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps); over_n is 1 / n
+// rmsnorm_forward  y = x * rstd * (w + offset), rstd = 1 / sqrt(mean(x^2) + eps); over_n is 1 / n
 // x, y (groups, n) bf16; w (n) bf16; rstd (groups) f32, kept for backward
 // grid groups, block up to 1024, up to twice eight values a thread; needs n % 8 == 0, n <= 16384
 // roofline 4 groups n bytes
-KERNEL __launch_bounds__(1024, 2) rmsnorm_forward(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n, float over_n) {
+KERNEL __launch_bounds__(1024, 2) rmsnorm_forward(const bf16* x, const bf16* w, float offset, float eps, bf16* y, float* rstd, i32 n, float over_n) {
     SHARED float room[WARP + 1];
-    forward_wide(x, w, eps, y, rstd, n, over_n, room);
+    forward_wide(x, w, offset, eps, y, rstd, n, over_n, room);
 }
 
 // rmsnorm_forward_narrow  as rmsnorm_forward, for groups that lanes of a warp share
 // grid ceil(groups lanes / 256), block 256; needs n % 8 == 0, 2^shift lanes the power of 2 from n / 8 on, at most 32
 // roofline 4 groups n bytes
-KERNEL __launch_bounds__(256) rmsnorm_forward_narrow(const bf16* x, const bf16* w, float eps, bf16* y, float* rstd, i32 n,
+KERNEL __launch_bounds__(256) rmsnorm_forward_narrow(const bf16* x, const bf16* w, float offset, float eps, bf16* y, float* rstd, i32 n,
                                                      float over_n, u32 shift, u32 groups) {
-    forward_narrow(x, w, eps, y, rstd, n, over_n, shift, groups);
+    forward_narrow(x, w, offset, eps, y, rstd, n, over_n, shift, groups);
 }
 
 // dx of eight values, added to what is there; adds their part of dw.
-DEVICE Eight pulled_back(const Eight& x, const Eight& w, const Eight& dy, const Eight& dx, float scale, float pull,
+DEVICE Eight pulled_back(const Eight& x, const Eight& w, const Eight& dy, const Eight& dx, float offset, float scale, float pull,
                          float (&dw)[8]) {
     float a[8], b[8], d[8], to[8];
     widen(x, a);
@@ -99,25 +99,25 @@ DEVICE Eight pulled_back(const Eight& x, const Eight& w, const Eight& dy, const 
     widen(dx, to);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        to[i] += scale * (b[i] * d[i] - a[i] * pull);
+        to[i] += scale * ((b[i] + offset) * d[i] - a[i] * pull);
         dw[i] = fmaf(d[i], a[i] * scale, dw[i]);
     }
     return narrow(to);
 }
 
-DEVICE float products_of(const Eight& x, const Eight& w, const Eight& dy) {
+DEVICE float products_of(const Eight& x, const Eight& w, const Eight& dy, float offset) {
     float a[8], b[8], d[8], sum = 0.0f;
     widen(x, a);
     widen(w, b);
     widen(dy, d);
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum = fmaf(a[i] * b[i], d[i], sum);
+    for (int i = 0; i < 8; i++) sum = fmaf(a[i] * (b[i] + offset), d[i], sum);
     return sum;
 }
 
 // A block processes its groups in order. Each thread keeps its columns, so dw is accumulated in registers.
 template <int HELD>
-DEVICE void backward_wide(const bf16* x, const bf16* w, const float* rstd, const bf16* dy, bf16* dx, float* parts, i32 n,
+DEVICE void backward_wide(const bf16* x, const bf16* w, float offset, const float* rstd, const bf16* dy, bf16* dx, float* parts, i32 n,
                           float over_n, u32 groups, u32 each, float* room) {
     // Whether registers hold w throughout and dx during the sum; else both are read when they are needed.
     constexpr bool HOLDS = HELD < 4;
@@ -144,7 +144,7 @@ DEVICE void backward_wide(const bf16* x, const bf16* w, const float* rstd, const
 #pragma unroll
         for (int c = 0; c < HELD; c++) {
             int at = (c * (int)blockDim.x + (int)threadIdx.x) * 8;
-            if (at < n) products += products_of(xs[c], HOLDS ? weights[c] : load_eight(w + at), dys[c]);
+            if (at < n) products += products_of(xs[c], HOLDS ? weights[c] : load_eight(w + at), dys[c], offset);
         }
         float pull = block_sum(products, room) * over_n * scale * scale;
 #pragma unroll
@@ -153,7 +153,7 @@ DEVICE void backward_wide(const bf16* x, const bf16* w, const float* rstd, const
             if (at >= n) continue;
             if (!HOLDS) dxs[c] = load_eight(dx + start + at);
             Eight own = HOLDS ? weights[c] : load_eight(w + at);
-            *(Eight*)(dx + start + at) = pulled_back(xs[c], own, dys[c], dxs[c], scale, pull, dw[c]);
+            *(Eight*)(dx + start + at) = pulled_back(xs[c], own, dys[c], dxs[c], offset, scale, pull, dw[c]);
         }
     }
 #pragma unroll
@@ -163,29 +163,29 @@ DEVICE void backward_wide(const bf16* x, const bf16* w, const float* rstd, const
     }
 }
 
-// rmsnorm_backward_2  dx += rstd (w dy - x rstd^2 mean(w dy x)); parts[b] = sum of dy x rstd over the groups of block b
+// rmsnorm_backward_2  with v = w + offset: dx += rstd (v dy - x rstd^2 mean(v dy x)); parts[b] = sum of dy x rstd over the groups of block b
 // x, dy, dx (groups, n) bf16; w (n) bf16; rstd (groups) f32; parts (blocks, n) f32, which parts_add adds to dw
 // grid ceil(groups / each), block up to 512, up to twice eight values a thread; needs n % 8 == 0, n <= 8192
 // roofline 8 groups n bytes
-KERNEL __launch_bounds__(512) rmsnorm_backward_2(const bf16* x, const bf16* w, const float* rstd, const bf16* dy, bf16* dx,
+KERNEL __launch_bounds__(512) rmsnorm_backward_2(const bf16* x, const bf16* w, float offset, const float* rstd, const bf16* dy, bf16* dx,
                                                  float* parts, i32 n, float over_n, u32 groups, u32 each) {
     SHARED float room[WARP + 1];
-    backward_wide<2>(x, w, rstd, dy, dx, parts, n, over_n, groups, each, room);
+    backward_wide<2>(x, w, offset, rstd, dy, dx, parts, n, over_n, groups, each, room);
 }
 
 // rmsnorm_backward_4  as rmsnorm_backward_2, up to four times eight values a thread
 // grid ceil(groups / each), block up to 512; needs n % 8 == 0, n <= 16384
 // roofline 8 groups n bytes
-KERNEL __launch_bounds__(512) rmsnorm_backward_4(const bf16* x, const bf16* w, const float* rstd, const bf16* dy, bf16* dx,
+KERNEL __launch_bounds__(512) rmsnorm_backward_4(const bf16* x, const bf16* w, float offset, const float* rstd, const bf16* dy, bf16* dx,
                                                  float* parts, i32 n, float over_n, u32 groups, u32 each) {
     SHARED float room[WARP + 1];
-    backward_wide<4>(x, w, rstd, dy, dx, parts, n, over_n, groups, each, room);
+    backward_wide<4>(x, w, offset, rstd, dy, dx, parts, n, over_n, groups, each, room);
 }
 
 // rmsnorm_backward_narrow  as rmsnorm_backward_2, for groups that lanes of a warp share
 // grid ceil(groups / each), block 256; needs n % 8 == 0, shift as rmsnorm_forward_narrow, each % (256 >> shift) == 0
 // roofline 8 groups n bytes
-KERNEL __launch_bounds__(256) rmsnorm_backward_narrow(const bf16* x, const bf16* w, const float* rstd, const bf16* dy,
+KERNEL __launch_bounds__(256) rmsnorm_backward_narrow(const bf16* x, const bf16* w, float offset, const float* rstd, const bf16* dy,
                                                       bf16* dx, float* parts, i32 n, float over_n, u32 shift, u32 groups,
                                                       u32 each) {
     // dw of every thread: eight values.
@@ -208,8 +208,8 @@ KERNEL __launch_bounds__(256) rmsnorm_backward_narrow(const bf16* x, const bf16*
             dxs = load_eight(dx + start);
             scale = rstd[group];
         }
-        float pull = lanes_sum(products_of(xs, weights, dys), (int)lanes) * over_n * scale * scale;
-        if (here) *(Eight*)(dx + start) = pulled_back(xs, weights, dys, dxs, scale, pull, dw);
+        float pull = lanes_sum(products_of(xs, weights, dys, offset), (int)lanes) * over_n * scale * scale;
+        if (here) *(Eight*)(dx + start) = pulled_back(xs, weights, dys, dxs, offset, scale, pull, dw);
     }
     sums[threadIdx.x * 2] = Four{{dw[0], dw[1], dw[2], dw[3]}};
     sums[threadIdx.x * 2 + 1] = Four{{dw[4], dw[5], dw[6], dw[7]}};

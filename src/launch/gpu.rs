@@ -310,6 +310,8 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     let what = if let Some(layer) = arch.attentions().find(|layer| !HEAD_DIMS.contains(&layer.head_dim)) {
         let (dim, known) = (layer.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
         format!("the head dim must be one of {known} {on_gpu} (got {dim})")
+    } else if let Some(what) = without_kernel(arch) {
+        format!("{what} has no GPU kernel")
     } else if let Some((name, width)) = widths.find(|(_, width)| !width.is_multiple_of(8)) {
         format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
     } else if let Some((matrix, rank)) = adapters.find(|(_, rank)| !rank.is_multiple_of(8)) {
@@ -323,6 +325,18 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         return check_cut(device, arch, tensor);
     };
     Err(Error::usage(what).hint("set job.device = \"cpu\""))
+}
+
+/// What of an architecture no GPU kernel computes, by its key in config.json.
+fn without_kernel(arch: &Arch) -> Option<&'static str> {
+    let [scores, queries] = ["attn_logit_softcapping", "llama_4_scaling_beta"];
+    if arch.attentions().any(|layer| layer.softcap.is_some()) {
+        return Some(scores);
+    }
+    if arch.ropes.iter().any(|rope| rope.query_scale.is_some()) {
+        return Some(queries);
+    }
+    arch.logit_softcap.map(|_| "final_logit_softcapping")
 }
 
 /// Rejects a number of tensor ranks that shards matrices in a way that no GPU kernel supports.

@@ -282,7 +282,7 @@ mod tests {
         assert_eq!((first.heads, first.kv_heads, first.head_dim, first.qkv_bias), (14, 2, 128, true));
         assert_eq!((first.window, second.window, small.blocks.len()), (None, Some(24), 2));
         assert_eq!((small.width, small.vocabulary % 8, small.tied), (1024, 50_257 % 8, arch.tied));
-        assert_eq!(small.rope, arch.rope);
+        assert_eq!(small.ropes, arch.ropes);
         assert!(Small::on(Device::Cpu, &small, Head::LanguageModel).w.table.parameters() < 20 << 20);
     }
 }

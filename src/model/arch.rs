@@ -1,16 +1,20 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::bitsandbytes::{self, QUANTIZATION};
-use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
+use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, NormSpec};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
-use super::families::{Bias, Family, Windows};
+use super::families::{Bias, Embedded, Family, Number, Scores};
+use super::file_rows::HeadRows;
 use super::files;
+use super::layer_kinds;
 use super::names::{EMBEDDING, LM_HEAD};
 use super::rope::Rope;
 use super::tuning::Tuning;
 use crate::config::limits::VOCABULARY_MAX;
+use crate::dtype::{DType, round_bf16};
 use crate::error::Result;
 use crate::ops::glu::Activation;
+use crate::ops::rope::Rotation;
 use crate::sys::files::read_object;
 use crate::sys::stderr;
 use serde_json::{Map, Value, json};
@@ -30,6 +34,24 @@ pub enum Head {
     Value,
 }
 
+/// The factor on embeddings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EmbedScale {
+    value: f32,
+    /// Whether it has the dtype of weights.
+    is_rounded: bool,
+}
+
+impl EmbedScale {
+    /// The factor for weights of `dtype`.
+    pub fn of(self, dtype: DType) -> f32 {
+        match dtype {
+            DType::Bf16 if self.is_rounded => f32::from_bits(u32::from(round_bf16(self.value)) << 16),
+            _ => self.value,
+        }
+    }
+}
+
 /// One architecture; families differ only in these fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Arch {
@@ -45,10 +67,17 @@ pub struct Arch {
     pub blocks: Vec<BlockSpec>,
     /// Longest row of tokens, `max_position_embeddings`.
     pub context: usize,
-    pub norm_eps: f32,
+    /// The longest row of the job, at most `context`: it chooses the frequencies of LongRoPE.
+    pub longest: usize,
+    pub norm: NormSpec,
     /// The head shares the embedding's matrix.
     pub tied: bool,
-    pub rope: Rope,
+    /// The rotary embeddings of the layers (`AttentionSpec::rope`).
+    pub ropes: Vec<Rope>,
+    pub embed_scale: EmbedScale,
+    /// The factor on logits, and their soft cap.
+    pub logit_scale: f32,
+    pub logit_softcap: Option<f32>,
     /// Standard deviation of new weights.
     pub init_std: f32,
     pub bos_token: Option<u32>,
@@ -89,7 +118,7 @@ impl Arch {
                 dir.display()
             ));
         }
-        config_json::warn(dir, &config, arch.family.windows != Windows::Never);
+        config_json::warn(dir, &config, arch.family);
         if dir.join("adapter_config.json").exists() {
             stderr::warn_once(&format!(
                 "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
@@ -121,6 +150,12 @@ impl Arch {
         self.padded_from = Some(self.vocabulary);
         self.source.insert("vocab_size".into(), vocabulary.into());
         Self { vocabulary, ..self }
+    }
+
+    /// The architecture for rows of at most `tokens` tokens.
+    #[must_use]
+    pub fn for_rows(self, tokens: usize) -> Self {
+        Self { longest: tokens.min(self.context), ..self }
     }
 
     /// The architecture with further tokens that end a response: an export names all that the job stopped at.
@@ -181,7 +216,7 @@ impl Arch {
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
         let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
-        let activation = activation(&c)?;
+        let activation = activation(&c, family)?;
         bitsandbytes::is_nf4(config)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
@@ -200,36 +235,51 @@ impl Arch {
         let bias = |bias: Bias| match bias {
             Bias::Never => Ok(false),
             Bias::Always => Ok(true),
-            Bias::Key(key) => Ok(c.flag(key)?.unwrap_or(false)),
+            Bias::Key(key, default) => Ok(c.flag(key)?.unwrap_or(default)),
         };
         let head_dim = head_dim(&c, family, width, heads)?;
         let prefix = c.text("value_head_prefix")?;
+        let kinds = layer_kinds::read(&c, family, layers, context)?;
         let attention = AttentionSpec {
             heads,
             kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
             head_dim,
             window: None,
+            rope: 0,
+            scale: score_scale(&c, family, head_dim)?,
+            softcap: positive(&c, family.score_softcap)?,
             qkv_bias: bias(family.qkv_bias)?,
             o_bias: bias(family.o_bias)?,
             qk_norm: family.qk_norm,
         };
         let mlp_width = c.count_needed("intermediate_size")?;
-        let feed = Feed::Dense(DenseSpec { width: mlp_width, activation, bias: bias(family.mlp_bias)? });
-        let block = |window| {
-            let mixer = Mixer::Attention(AttentionSpec { window, ..attention });
-            BlockSpec { mixer, feed, norms: family.norms }
+        let feed = Feed::Dense(DenseSpec {
+            width: mlp_width,
+            activation,
+            bias: bias(family.mlp_bias)?,
+            is_joined: family.files.joins_gate_up,
+        });
+        let residual_scale = positive(&c, family.residual_scale)?.unwrap_or(1.0);
+        let block = |(window, rope)| {
+            let mixer = Mixer::Attention(AttentionSpec { window, rope, ..attention });
+            BlockSpec { mixer, feed, norms: family.norms, residual_scale }
         };
+        let eps = c.number("rms_norm_eps")?.unwrap_or(family.norm_eps) as f32;
         let arch = Self {
             family,
             head: if is_value || prefix.is_some() { Head::Value } else { Head::LanguageModel },
             vocabulary,
             padded_from: None,
             width,
-            blocks: windows(&c, family, layers)?.into_iter().map(block).collect(),
+            blocks: kinds.layers.into_iter().map(block).collect(),
             context,
-            norm_eps: c.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-            tied: c.flag("tie_word_embeddings")?.unwrap_or(false),
-            rope: Rope::read(&c, context)?,
+            longest: context,
+            norm: NormSpec { eps, offset: family.norm_offset },
+            tied: c.flag("tie_word_embeddings")?.unwrap_or(family.tied),
+            ropes: kinds.ropes,
+            embed_scale: embed_scale(&c, family, width)?,
+            logit_scale: 1.0 / positive(&c, family.logit_divisor)?.unwrap_or(1.0),
+            logit_softcap: positive(&c, family.logit_softcap)?,
             init_std: c.number("initializer_range")?.unwrap_or(0.02) as f32,
             bos_token: c.tokens("bos_token_id")?.first().copied(),
             eos_tokens: c.tokens("eos_token_id")?,
@@ -257,12 +307,14 @@ impl Arch {
                 return Err(c.wrong("head_dim", &format!("({head_dim}) must be even for rotary embeddings")));
             }
         }
-        if self.norm_eps.is_nan() || self.norm_eps < 0.0 {
-            return Err(c.wrong("rms_norm_eps", &format!("must not be negative (got {})", self.norm_eps)));
+        let eps = self.norm.eps;
+        if eps.is_nan() || eps < 0.0 {
+            return Err(c.wrong("rms_norm_eps", &format!("must not be negative (got {eps})")));
         }
-        if self.rope.theta <= 1.0 {
-            return Err(c.wrong("rope_theta", &format!("must be above 1 (got {})", self.rope.theta)));
+        if let Some(rope) = self.ropes.iter().find(|rope| rope.theta <= 1.0) {
+            return Err(c.wrong("rope_theta", &format!("must be above 1 (got {})", rope.theta)));
         }
+        self.rotations()?;
         let head = &self.value_head;
         if head.is_empty() || !head.chars().all(|ch| ch.is_ascii_alphanumeric() || "._".contains(ch)) {
             return Err(c.wrong("value_head_prefix", &format!("must be the name of a tensor (got \"{head}\")")));
@@ -276,6 +328,21 @@ impl Arch {
             Head::LanguageModel => LM_HEAD.to_owned(),
             Head::Value => format!("{}.weight", self.value_head),
         }
+    }
+
+    /// The rotations of `ropes`.
+    ///
+    /// # Errors
+    /// `Data` if they do not fit the heads.
+    pub fn rotations(&self) -> Result<Vec<Rotation>> {
+        let head_dim = self.blocks[0].attention().head_dim;
+        self.ropes.iter().map(|rope| rope.rotation(head_dim, self.longest)).collect()
+    }
+
+    /// The order of the columns of rotated heads in the files, if it is another one than here.
+    pub(super) fn head_rows(&self, spec: &AttentionSpec) -> Option<HeadRows> {
+        let rotated = self.ropes[0].rotated(spec.head_dim);
+        HeadRows::new(spec.head_dim, rotated, self.family.files.is_interleaved)
     }
 
     /// The attention of the layers.
@@ -302,42 +369,50 @@ fn head_dim(c: &Reader, family: &Family, width: usize, heads: usize) -> Result<u
 }
 
 /// The MLP's activation.
-fn activation(c: &Reader) -> Result<Activation> {
-    match c.text("hidden_act")?.as_deref() {
-        None | Some("silu") => Ok(Activation::Silu),
-        Some(other) => Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{other}\")"))),
+fn activation(c: &Reader, family: &Family) -> Result<Activation> {
+    let (key, default) = family.activation;
+    match c.text(key)?.as_deref() {
+        None => Ok(default),
+        Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
+        Some(other) => Err(c.wrong(key, &format!("must be \"silu\" or \"gelu_pytorch_tanh\" (got \"{other}\")"))),
     }
 }
 
-/// The window of each layer.
-fn windows(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    let width = |default: usize| {
-        if c.has("sliding_window") { c.count("sliding_window") } else { Ok(Some(default)) }
+/// A number that must be positive.
+fn positive(c: &Reader, number: Number) -> Result<Option<f32>> {
+    let (key, default) = match number {
+        Number::Fixed(value) => return Ok(value.map(|x| x as f32)),
+        Number::Key(key, default) => (key, default),
     };
-    let (window, from) = match family.windows {
-        Windows::Never => return Ok(vec![None; layers]),
-        Windows::Everywhere(default) => (width(default)?, 0),
-        Windows::Switched(default, from) => {
-            let window = if c.flag("use_sliding_window")?.unwrap_or(false) { width(default)? } else { None };
-            let from = match c.get("max_window_layers") {
-                Some(v) => v.as_u64().ok_or_else(|| c.wrong("max_window_layers", "must be a count"))? as usize,
-                None => from,
-            };
-            (window, from)
+    let found = if c.has(key) { c.number(key)? } else { default };
+    match found {
+        Some(x) if x <= 0.0 => Err(c.wrong(key, &format!("must be above 0 (got {x})"))),
+        found => Ok(found.map(|x| x as f32)),
+    }
+}
+
+/// The factor on the scores of attention.
+fn score_scale(c: &Reader, family: &Family, head_dim: usize) -> Result<f32> {
+    let root = |x: f64| (1.0 / x.sqrt()) as f32;
+    match family.scores {
+        // The same bits as ever.
+        Scores::HeadDim => Ok(1.0 / (head_dim as f32).sqrt()),
+        Scores::Scalar(default) => {
+            let scalar = positive(c, Number::Key("query_pre_attn_scalar", Some(default)))?;
+            Ok(root(scalar.map_or(default, f64::from)))
         }
-    };
-    let Some(types) = c.get("layer_types") else {
-        return Ok((0..layers).map(|i| window.filter(|_| i >= from)).collect());
-    };
-    let types = types.as_array().filter(|t| t.len() == layers);
-    let types =
-        types.ok_or_else(|| c.wrong("layer_types", &format!("must have one entry for each layer ({layers})")))?;
-    let window_of = |kind: &Value| match kind.as_str() {
-        Some("full_attention") => Ok(None),
-        Some("sliding_attention") => window
-            .map(Some)
-            .ok_or_else(|| c.wrong("layer_types", "lists sliding_attention, but sliding_window is not set")),
-        _ => Err(c.wrong("layer_types", &format!("must list full_attention or sliding_attention (got {kind})"))),
-    };
-    types.iter().map(window_of).collect()
+        Scores::Multiplier => Ok(positive(c, Number::Key("attention_multiplier", Some(1.0)))?.unwrap_or(1.0)),
+    }
+}
+
+fn embed_scale(c: &Reader, family: &Family, width: usize) -> Result<EmbedScale> {
+    Ok(match family.embedded {
+        Embedded::AsTheyAre => EmbedScale { value: 1.0, is_rounded: false },
+        Embedded::SqrtWidth => EmbedScale { value: (width as f64).sqrt() as f32, is_rounded: true },
+        Embedded::Multiplied => {
+            let value = positive(c, Number::Key("embedding_multiplier", Some(1.0)))?.unwrap_or(1.0);
+            EmbedScale { value, is_rounded: false }
+        }
+    })
 }

@@ -6,12 +6,13 @@ use super::arch::Arch;
 use super::block_spec::AttentionSpec;
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
+use super::file_rows::FileRows;
+use super::head_norm::HeadNorm;
 use super::kv_copies::KvCopies;
 use super::linear::Linear;
-use super::norm::Norm;
 use super::params::ParamTable;
 use super::part::Cut;
-use super::weights::{Gradients, Unit};
+use super::weights::Gradients;
 use crate::ops::attention::{self, AttentionShape, Packed};
 use crate::ops::matmul::Into;
 use crate::ops::rope;
@@ -24,8 +25,12 @@ pub(super) struct Attention {
     k: Linear,
     v: Linear,
     o: Linear,
-    q_norm: Option<Norm>,
-    k_norm: Option<Norm>,
+    q_norm: Option<HeadNorm>,
+    k_norm: Option<HeadNorm>,
+    /// Whether queries and keys are normed over all heads.
+    norms_all: bool,
+    /// The index of the rotary table.
+    rope: usize,
     /// The heads that this rank holds.
     pub(super) shape: AttentionShape,
     copies: KvCopies,
@@ -55,7 +60,7 @@ impl AttentionSaved {
     }
 }
 
-/// The input of a qk-norm and 1 / rms of each head.
+/// The input of a qk-norm and 1 / rms of what it norms.
 #[derive(Debug)]
 struct Raw {
     x: Tensor,
@@ -67,17 +72,25 @@ impl Attention {
     pub(super) fn declare(table: &mut ParamTable, name: &str, arch: &Arch, spec: &AttentionSpec) -> Self {
         let (part, hidden) = (table.tensor_part(), Cut::Whole(arch.width));
         let shape = spec.shape(part);
-        let mut linear = |part: &str, outputs| {
-            Linear::declare(table, &format!("{name}.{part}_proj"), [outputs, hidden], spec.qkv_bias)
+        let joined = [spec.queries(), spec.keys(), spec.keys()].map(Cut::size);
+        let mut linear = |i: usize, part: &str, outputs: Cut| {
+            let name_of = |part: &str| format!("{name}.{part}_proj");
+            // Values are not rotated.
+            let heads = arch.head_rows(spec).filter(|_| part != "v");
+            let file = if arch.family.files.joins_qkv {
+                let (first, of) = (joined[..i].iter().sum(), joined.iter().sum());
+                Some(FileRows { tensor: name_of("qkv"), first, of, heads })
+            } else {
+                heads.map(|_| FileRows { heads, ..FileRows::own(&name_of(part), outputs.size()) })
+            };
+            Linear::declare_in(table, file.as_ref(), &name_of(part), [outputs, hidden], spec.qkv_bias)
         };
-        let (q, k, v) = (linear("q", spec.queries()), linear("k", spec.keys()), linear("v", spec.keys()));
-        let mut norm = |part: &str, heads| {
-            let name = format!("{name}.{part}_norm");
-            spec.qk_norm.then(|| Norm::declare_per_head(table, &name, spec.head_dim, arch.norm_eps, heads))
-        };
-        let (q_norm, k_norm) = (norm("q", shape.heads), norm("k", shape.kv_heads));
+        let (q, k, v) = (linear(0, "q", spec.queries()), linear(1, "k", spec.keys()), linear(2, "v", spec.keys()));
+        let mut norm = |part: &str, cut| HeadNorm::declare(table, &format!("{name}.{part}_norm"), spec, cut, arch.norm);
+        let (q_norm, k_norm) = (norm("q", spec.queries()), norm("k", spec.keys()));
         let o = Linear::declare(table, &format!("{name}.o_proj"), [hidden, spec.queries()], spec.o_bias);
-        Self { q, k, v, o, q_norm, k_norm, shape, copies: KvCopies::new(spec, part) }
+        let (norms_all, rope) = (HeadNorm::is_whole(spec), spec.rope);
+        Self { q, k, v, o, q_norm, k_norm, norms_all, rope, shape, copies: KvCopies::new(spec, part) }
     }
 }
 
@@ -85,20 +98,20 @@ impl Body for Attention {
     type Saved = AttentionSaved;
 
     fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> AttentionSaved {
-        let (shape, t) = (&self.shape, n.rows());
+        let (shape, t, rope_table) = (&self.shape, n.rows(), &c.ropes[self.rope]);
         let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
-        let (mut q, q_raw) = normed(c.w, q, self.q_norm.as_ref());
-        let (mut k, k_raw) = normed(c.w, k, self.k_norm.as_ref());
+        let (mut q, q_raw) = normed(c, q, self.q_norm.as_ref());
+        let (mut k, k_raw) = normed(c, k, self.k_norm.as_ref());
         let (o, lse) = match keys {
             LayerKeys::Packed(packed) => {
-                rope::forward(&mut q, &mut k, c.positions, c.rope);
+                rope::forward(&mut q, &mut k, c.positions, rope_table);
                 attention::round_as_cached(&mut k, c.w.dtype());
                 attention::round_as_cached(&mut v, c.w.dtype());
                 c.ring.forward(packed, shape, [&q, &k, &v])
             }
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
-                attention::kv_append(cache, [&mut q, &mut k], &v, (c.positions, c.rope), paged, shape);
+                attention::kv_append(cache, [&mut q, &mut k], &v, (c.positions, rope_table), paged, shape);
                 attention::forward_paged(&q, cache, paged, shape, &mut o);
                 // Only packed keys have a backward, which asks for k and lse.
                 (o, q.statistics(0, shape.heads))
@@ -124,14 +137,19 @@ impl Body for Attention {
         self.o.backward_onto(c, &o, dy, &mut d_o, grads);
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
-        rope::backward(&mut dq, &mut dk, c.positions, c.rope);
+        rope::backward(&mut dq, &mut dk, c.positions, &c.ropes[self.rope]);
+        if self.norms_all {
+            self.copies.sum(c.tensor, [&mut dk, &mut dv]);
+        }
         let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
         let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c, &n, &dq, &mut dn, Into::Overwrite, grads);
         let dk_inner = self.k.backward_input(c, &dk, &mut dn, Into::Add);
         let dv_inner = self.v.backward_input(c, &dv, &mut dn, Into::Add);
-        self.copies.sum(c.tensor, [&mut dk, &mut dv]);
+        if !self.norms_all {
+            self.copies.sum(c.tensor, [&mut dk, &mut dv]);
+        }
         self.k.backward_weight(c.w, &n, &dk, dk_inner, grads);
         self.v.backward_weight(c.w, &n, &dv, dv_inner, grads);
         c.tensor.sum_slice(dn.slice_mut());
@@ -139,17 +157,15 @@ impl Body for Attention {
     }
 }
 
-/// A projection, normed per head if the model has qk-norm (the input of the norm is kept then).
-fn normed(w: &Unit, x: Tensor, norm: Option<&Norm>) -> (Tensor, Option<Raw>) {
+/// A projection, normed if the model has qk-norm (the input of the norm is kept then).
+fn normed(c: Context, x: Tensor, norm: Option<&HeadNorm>) -> (Tensor, Option<Raw>) {
     let Some(norm) = norm else { return (x, None) };
-    let (y, rstd) = norm.forward(w, &x);
+    let (y, rstd) = norm.forward(c, &x);
     (y, Some(Raw { x, rstd }))
 }
 
 /// The backward of a qk-norm, or dy itself without one.
-fn unnorm(c: Context, norm: Option<&Norm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
+fn unnorm(c: Context, norm: Option<&HeadNorm>, raw: Option<Raw>, dy: Tensor, grads: &mut Gradients) -> Tensor {
     let (Some(norm), Some(Raw { x, rstd })) = (norm, raw) else { return dy };
-    let mut dx = x.zeros_like(x.rows(), x.width());
-    norm.backward(c, &x, &rstd, &dy, &mut dx, grads);
-    dx
+    norm.backward(c, &x, &rstd, &dy, grads)
 }

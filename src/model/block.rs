@@ -1,8 +1,8 @@
-//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)).
+//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)), or with norms at other places (`Norms`).
 
 use super::arch::Arch;
 use super::attention::{Attention, AttentionSaved};
-use super::block_spec::{BlockSpec, Feed, Mixer, Norms};
+use super::block_spec::{BlockSpec, Feed, Mixer};
 use super::branch::{Branch, BranchSaved, KeepBranch};
 use super::context::{Context, LayerKeys};
 use super::mlp::{Mlp, MlpSaved};
@@ -67,18 +67,24 @@ impl Block {
     pub(super) fn declare(table: &mut ParamTable, arch: &Arch, layer: usize, spec: &BlockSpec) -> Self {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
         let (Mixer::Attention(attention), Feed::Dense(mlp)) = (&spec.mixer, &spec.feed);
-        match spec.norms {
-            Norms::Pre => Self {
-                attention: Branch {
-                    pre: Norm::declare(table, &name("input_layernorm"), arch.width, arch.norm_eps),
-                    body: Attention::declare(table, &name("self_attn"), arch, attention),
-                },
-                mlp: Branch {
-                    pre: Norm::declare(table, &name("post_attention_layernorm"), arch.width, arch.norm_eps),
-                    body: Mlp::declare(table, &name("mlp"), arch.width, mlp),
-                },
-            },
-        }
+        let norm = |table: &mut ParamTable, part: Option<&str>| {
+            part.map(|part| Norm::declare(table, &name(part), arch.width, arch.norm))
+        };
+        let [before, behind] = spec.norms.attention;
+        let attention = Branch {
+            pre: norm(table, before),
+            body: Attention::declare(table, &name("self_attn"), arch, attention),
+            post: norm(table, behind),
+            scale: spec.residual_scale,
+        };
+        let [before, behind] = spec.norms.mlp;
+        let mlp = Branch {
+            pre: norm(table, before),
+            body: Mlp::declare(table, &name("mlp"), arch.width, mlp),
+            post: norm(table, behind),
+            scale: spec.residual_scale,
+        };
+        Self { attention, mlp }
     }
 
     /// The shape of this rank's part of the attention.

@@ -5,15 +5,17 @@ use crate::ops::attention::AttentionShape;
 use crate::ops::glu::Activation;
 
 /// One layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockSpec {
     pub mixer: Mixer,
     pub feed: Feed,
     pub norms: Norms,
+    /// The factor on what a branch adds to the residual stream.
+    pub residual_scale: f32,
 }
 
 /// The first branch of a layer: tokens see each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mixer {
     Attention(AttentionSpec),
 }
@@ -25,24 +27,68 @@ pub enum Feed {
     Dense(DenseSpec),
 }
 
-/// The places of a branch's norms.
+/// The norms of a layer by name. A branch is x += behind(f(before(x))), where either norm may be absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norms {
-    /// x += f(norm(x))
-    Pre,
+pub struct Norms {
+    /// Before and behind attention.
+    pub attention: [Option<&'static str>; 2],
+    /// Before and behind the MLP.
+    pub mlp: [Option<&'static str>; 2],
 }
 
+impl Norms {
+    /// Before each branch.
+    pub const PRE: Self =
+        Self { attention: [Some("input_layernorm"), None], mlp: [Some("post_attention_layernorm"), None] };
+    /// Behind each branch.
+    pub const POST: Self =
+        Self { attention: [None, Some("post_attention_layernorm")], mlp: [None, Some("post_feedforward_layernorm")] };
+    /// On both sides of each branch.
+    pub const SANDWICH: Self = Self {
+        attention: [Some("input_layernorm"), Some("post_attention_layernorm")],
+        mlp: [Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")],
+    };
+    /// The same with the names of GLM-4, whose `post_attention_layernorm` is before the MLP.
+    pub const SANDWICH_GLM: Self = Self {
+        attention: [Some("input_layernorm"), Some("post_self_attn_layernorm")],
+        mlp: [Some("post_attention_layernorm"), Some("post_mlp_layernorm")],
+    };
+}
+
+/// The kind of all norms of a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormSpec {
+    pub eps: f32,
+    /// The number that is added to the weight: 1 in families whose weights start at 0, else 0.
+    pub offset: f32,
+}
+
+/// The norm of queries and keys before they are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    None,
+    /// Each head alone.
+    PerHead,
+    /// All heads of a row together, with a weight for each column.
+    Whole,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
     /// The number of keys that a query sees, itself included. `None`: all earlier keys.
     pub window: Option<usize>,
+    /// The index of the rotary embedding in `Arch::ropes`.
+    pub rope: usize,
+    /// The factor on scores, usually 1 / sqrt(head_dim).
+    pub scale: f32,
+    /// Scaled scores s become c tanh(s / c), with this c.
+    pub softcap: Option<f32>,
     pub qkv_bias: bool,
     pub o_bias: bool,
-    /// Queries and keys are normed per head.
-    pub qk_norm: bool,
+    pub qk_norm: QkNorm,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +96,8 @@ pub struct DenseSpec {
     pub width: usize,
     pub activation: Activation,
     pub bias: bool,
+    /// Whether gate and up are one tensor in the files.
+    pub is_joined: bool,
 }
 
 impl AttentionSpec {
@@ -80,7 +128,8 @@ impl AttentionSpec {
             kv_heads: self.keys().heads(part).len(),
             head_dim: self.head_dim,
             window: self.window,
-            scale: 1.0 / (self.head_dim as f32).sqrt(),
+            scale: self.scale,
+            softcap: self.softcap,
         }
     }
 }

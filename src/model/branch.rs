@@ -1,9 +1,10 @@
-//! One branch of a layer: x += body(pre(x)), with its backward.
+//! One branch of a layer: x += s post(body(pre(x))), with its backward. Each norm may be absent.
 
 use super::context::{Context, LayerKeys};
 use super::norm::Norm;
 use super::weights::Gradients;
 use crate::ops::attention::Packed;
+use crate::ops::{residual, scale};
 use crate::tensor::Tensor;
 
 /// The function y = f(n) of a branch. Its last projection adds y to the residual stream.
@@ -29,8 +30,11 @@ pub(super) trait Body {
 
 #[derive(Clone, Debug)]
 pub(super) struct Branch<B> {
-    pub pre: Norm,
+    pub pre: Option<Norm>,
     pub body: B,
+    pub post: Option<Norm>,
+    /// The factor s on what the branch adds.
+    pub scale: f32,
 }
 
 /// The parts of a branch's activations that a forward keeps.
@@ -52,13 +56,15 @@ pub(super) struct BranchSaved<S> {
 
 #[derive(Debug)]
 pub(super) struct Inner<S> {
-    /// 1 / rms of the norm's input (t, 1)
-    rstd: Tensor,
+    /// 1 / rms of the input of the norm in front (t, 1)
+    rstd: Option<Tensor>,
     pub body: S,
+    /// The input of the norm behind (t, d), and its 1 / rms
+    behind: Option<(Tensor, Tensor)>,
 }
 
 impl<B: Body> Branch<B> {
-    /// x += body(pre(x)).
+    /// x += s post(body(pre(x))).
     pub(super) fn forward(
         &self,
         c: Context,
@@ -66,19 +72,66 @@ impl<B: Body> Branch<B> {
         keys: &mut LayerKeys,
         keep: KeepBranch,
     ) -> Option<BranchSaved<B::Saved>> {
+        let (n, rstd) = self.input(c, x);
         if keep != KeepBranch::Everything {
-            let (n, _) = self.pre.forward(c.w, x);
-            let x = self.body.run(c, n, keys, x, keep == KeepBranch::Input)?;
-            return Some(BranchSaved { x, inner: None });
+            let keeps = keep == KeepBranch::Input;
+            let (x, _) = self.add_to(c, x, keeps, |y, keeps| self.body.run(c, n, keys, y, keeps));
+            return Some(BranchSaved { x: x?, inner: None });
         }
-        let inner = self.inner(c, x, keys);
-        let x = self.body.add(c, &inner.body, x, true)?;
-        Some(BranchSaved { x, inner: Some(inner) })
+        let body = self.body.forward(c, n, keys);
+        let (x, behind) = self.add_to(c, x, true, |y, keeps| self.body.add(c, &body, y, keeps));
+        Some(BranchSaved { x: x?, inner: Some(Inner { rstd, body, behind }) })
     }
 
-    fn inner(&self, c: Context, x: &Tensor, keys: &mut LayerKeys) -> Inner<B::Saved> {
-        let (n, rstd) = self.pre.forward(c.w, x);
-        Inner { rstd, body: self.body.forward(c, n, keys) }
+    /// The body's input, and 1 / rms of the norm in front.
+    fn input(&self, c: Context, x: &Tensor) -> (Tensor, Option<Tensor>) {
+        match &self.pre {
+            Some(pre) => {
+                let (n, rstd) = pre.forward(c.w, x);
+                (n, Some(rstd))
+            }
+            None => (residual::copy(x), None),
+        }
+    }
+
+    /// x += s post(y), where `body` adds y to its argument, as `Body::add`. Returns the previous value of x if it is
+    /// kept, and the input of the norm behind with its 1 / rms.
+    fn add_to(
+        &self,
+        c: Context,
+        x: &mut Tensor,
+        keeps: bool,
+        body: impl FnOnce(&mut Tensor, bool) -> Option<Tensor>,
+    ) -> (Option<Tensor>, Option<(Tensor, Tensor)>) {
+        if self.post.is_none() && self.scale == 1.0 {
+            return (body(x, keeps), None);
+        }
+        let mut y = x.zeros_like(x.rows(), x.width());
+        body(&mut y, false);
+        let before = keeps.then(|| {
+            let apart = residual::copy(x);
+            std::mem::replace(x, apart)
+        });
+        let Some(post) = &self.post else {
+            residual::add(self.scale, &y, x);
+            return (before, None);
+        };
+        let (n, rstd) = post.forward(c.w, &y);
+        residual::add(self.scale, &n, x);
+        (before, Some((y, rstd)))
+    }
+
+    /// The activations of a branch whose input alone was kept.
+    fn recomputed(&self, c: Context, x: &Tensor, packed: &Packed) -> Inner<B::Saved> {
+        let (n, rstd) = self.input(c, x);
+        let body = self.body.forward(c, n, &mut LayerKeys::Packed(packed));
+        let behind = self.post.as_ref().map(|post| {
+            let mut y = x.zeros_like(x.rows(), x.width());
+            self.body.add(c, &body, &mut y, false);
+            let (_, rstd) = post.forward(c.w, &y);
+            (y, rstd)
+        });
+        Inner { rstd, body, behind }
     }
 
     /// The gradient of x before the branch from that after it, in place in `dx`.
@@ -91,8 +144,33 @@ impl<B: Body> Branch<B> {
         grads: &mut Gradients,
     ) {
         let BranchSaved { x, inner } = saved;
-        let Inner { rstd, body } = inner.unwrap_or_else(|| self.inner(c, &x, &mut LayerKeys::Packed(packed)));
-        let dn = self.body.backward(c, packed, body, dx, grads);
-        self.pre.backward(c, &x, &rstd, &dn, dx, grads);
+        let Inner { rstd, body, behind } = inner.unwrap_or_else(|| self.recomputed(c, &x, packed));
+        let dn = match self.slope(c, behind, dx, grads) {
+            Some(dy) => self.body.backward(c, packed, body, &dy, grads),
+            None => self.body.backward(c, packed, body, dx, grads),
+        };
+        match (&self.pre, rstd) {
+            (Some(pre), Some(rstd)) => pre.backward(c, &x, &rstd, &dn, dx, grads),
+            _ => residual::add(1.0, &dn, dx),
+        }
+    }
+
+    /// The gradient dy of the body's result from that of the sum; `None` if they are equal.
+    fn slope(
+        &self,
+        c: Context,
+        behind: Option<(Tensor, Tensor)>,
+        dx: &Tensor,
+        grads: &mut Gradients,
+    ) -> Option<Tensor> {
+        let scaled = (self.scale != 1.0).then(|| {
+            let mut dx = residual::copy(dx);
+            scale::by(self.scale, &mut dx);
+            dx
+        });
+        let (Some(post), Some((y, rstd))) = (&self.post, behind) else { return scaled };
+        let mut dy = y.zeros_like(y.rows(), y.width());
+        post.backward(c, &y, &rstd, scaled.as_ref().unwrap_or(dx), &mut dy, grads);
+        Some(dy)
     }
 }

@@ -1,10 +1,12 @@
 //! Typed reading of config.json. A key is absent (or null) or has the right type; else the error names it.
 
+use super::families::{Family, Windows};
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
 use crate::sys::stderr;
 use serde_json::{Map, Value};
 use std::path::Path;
+use std::sync::LazyLock;
 
 pub(super) const GENERATION: &str = "generation_config.json";
 /// The key of config.json that says how the job that exported the model used its chat template.
@@ -42,6 +44,12 @@ impl<'a> Reader<'a> {
         self.object.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
     }
 
+    /// An object without keys, at the place of this one.
+    pub(super) fn empty(&self) -> Reader<'static> {
+        static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+        Reader { file: self.file, object: &EMPTY, prefix: self.prefix.clone() }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.object.is_empty()
     }
@@ -76,6 +84,13 @@ impl<'a> Reader<'a> {
 
     pub(super) fn number(&self, key: &str) -> Result<Option<f64>> {
         self.typed(key, "a number", |v| v.as_f64().filter(|x| x.is_finite()))
+    }
+
+    /// A list of positive numbers.
+    pub(super) fn numbers(&self, key: &str) -> Result<Vec<f64>> {
+        let number = |v: &Value| v.as_f64().filter(|x| x.is_finite() && *x > 0.0);
+        let list = |v: &Value| v.as_array()?.iter().map(number).collect::<Option<Vec<f64>>>();
+        self.typed(key, "a list of positive numbers", list)?.ok_or_else(|| self.wrong(key, "is missing"))
     }
 
     pub(super) fn needed(&self, key: &str) -> Result<f64> {
@@ -192,7 +207,8 @@ const ROPE: [&str; 16] = [
 ];
 
 /// Warns about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
-pub(super) fn warn(dir: &Path, config: &Map<String, Value>, has_windows: bool) {
+pub(super) fn warn(dir: &Path, config: &Map<String, Value>, family: &Family) {
+    let has_windows = family.windows != Windows::Never;
     let is_zero = |key: &str| config.get(key).and_then(Value::as_f64) == Some(0.0);
     let is_off = |key: &str| (key.ends_with("dropout") || key.ends_with("_pdrop")) && is_zero(key);
     let is_full =
@@ -200,7 +216,13 @@ pub(super) fn warn(dir: &Path, config: &Map<String, Value>, has_windows: bool) {
     let known = |key: &str| match key {
         "sliding_window" | "max_window_layers" | "use_sliding_window" => has_windows,
         "layer_types" => has_windows || is_full(),
-        _ => key == OF_JOB || USED.contains(&key) || IRRELEVANT.contains(&key) || is_off(key),
+        _ => {
+            key == OF_JOB
+                || USED.contains(&key)
+                || IRRELEVANT.contains(&key)
+                || family.keys.contains(&key)
+                || is_off(key)
+        }
     };
     let path = dir.join("config.json");
     stderr::warn_of_keys(&path, config, known);

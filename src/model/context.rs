@@ -6,6 +6,7 @@ use crate::comm::Group;
 use crate::ops::attention::{KvLayer, Packed, Paged};
 use crate::ops::rope::RopeTable;
 use crate::tensor::Indices;
+use std::sync::Arc;
 
 /// The source of one layer's keys.
 pub(super) enum LayerKeys<'a> {
@@ -17,7 +18,8 @@ pub(super) enum LayerKeys<'a> {
 pub(super) struct Context<'a> {
     pub w: &'a Unit<'a>,
     pub positions: &'a Indices<'a>,
-    pub rope: &'a RopeTable,
+    /// The rotary tables of the model.
+    pub ropes: &'a [Arc<RopeTable>],
     /// The ranks that hold the other parts of each matrix.
     pub tensor: &'a Group,
     /// The ranks that hold the other tokens of each sequence.

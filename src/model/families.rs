@@ -1,15 +1,17 @@
 //! Model families as data: the defaults that their config.json leaves out.
 
-use super::block_spec::Norms;
+use super::block_spec::{Norms, QkNorm};
+use super::rope::RopeDefaults;
 use crate::error::{Error, Result};
+use crate::ops::glu::Activation;
 
 /// Whether a projection has a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     Never,
     Always,
-    /// Set by this key of config.json; false if absent.
-    Key(&'static str),
+    /// Set by this key of config.json, with this default.
+    Key(&'static str, bool),
 }
 
 /// The layers that attend within a sliding window.
@@ -17,14 +19,64 @@ pub enum Bias {
 pub enum Windows {
     Never,
     /// Every layer, unless `sliding_window` is null. This is the width if the key is absent.
-    Everywhere(usize),
+    Everywhere(Option<usize>),
     /// Only with `use_sliding_window`: the layers from `max_window_layers` on, or those of `layer_types`. (default
     /// window, default max_window_layers)
     Switched(usize, usize),
+    /// The layers of `layer_types`, or all but every `period`th. `sliding_window_pattern` is the period, if the family
+    /// has that key. (default window, default period)
+    Periodic(usize, usize),
+    /// Only with `use_sliding_window`: the layers without rope, or those of `layer_types`.
+    WithoutRope,
+}
+
+/// A number of config.json.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Number {
+    /// The same in every model.
+    Fixed(Option<f64>),
+    /// A key, and the value if it is absent. null: none.
+    Key(&'static str, Option<f64>),
+}
+
+/// The factor on the scores of attention.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scores {
+    /// 1 / sqrt(head dim)
+    HeadDim,
+    /// 1 / sqrt of `query_pre_attn_scalar`, with this default.
+    Scalar(f64),
+    /// `attention_multiplier`
+    Multiplier,
+}
+
+/// The factor on embeddings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Embedded {
+    AsTheyAre,
+    /// sqrt(width), rounded to the dtype of weights.
+    SqrtWidth,
+    /// `embedding_multiplier`
+    Multiplied,
+}
+
+/// How matrices are stored in the files of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileForm {
+    /// Queries, keys and values are one tensor, `qkv_proj`.
+    pub joins_qkv: bool,
+    /// Gate and up are one tensor, `gate_up_proj`.
+    pub joins_gate_up: bool,
+    /// Column 2i of a head is rotated with 2i + 1.
+    pub is_interleaved: bool,
+}
+
+impl FileForm {
+    const PLAIN: Self = Self { joins_qkv: false, joins_gate_up: false, is_interleaved: false };
 }
 
 /// One family. Every difference between families is a field here or in `Arch`.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub struct Family {
     /// `model_type` of config.json.
     pub name: &'static str,
@@ -32,50 +84,125 @@ pub struct Family {
     pub causal: &'static str,
     /// `architectures` of config.json for a value or reward model.
     pub classifier: &'static str,
+    /// Further keys of config.json that the family reads.
+    pub keys: &'static [&'static str],
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub mlp_bias: Bias,
-    pub qk_norm: bool,
+    pub qk_norm: QkNorm,
     pub norms: Norms,
+    pub files: FileForm,
+    /// The number that is added to the weights of all norms.
+    pub norm_offset: f32,
+    /// The default of `rms_norm_eps`.
+    pub norm_eps: f64,
+    /// The key of the MLP's activation, and its default.
+    pub activation: (&'static str, Activation),
     pub windows: Windows,
+    pub rope: RopeDefaults,
+    /// Layers without rope: those with 0 in `no_rope_layers`, or every `no_rope_layer_interval`th.
+    pub has_no_rope_layers: bool,
+    pub scores: Scores,
+    /// The soft cap of attention's scores.
+    pub score_softcap: Number,
+    pub embedded: Embedded,
+    /// The factor on what each branch adds.
+    pub residual_scale: Number,
+    /// Logits are divided by this.
+    pub logit_divisor: Number,
+    /// The soft cap of logits.
+    pub logit_softcap: Number,
     /// The default of `head_dim`. `None`: width / heads.
     pub head_dim: Option<usize>,
     /// The default of `num_key_value_heads`. `None`: the number of heads.
     pub kv_heads: Option<usize>,
     /// The default of `max_position_embeddings`.
     pub context: usize,
+    /// The default of `tie_word_embeddings`.
+    pub tied: bool,
 }
 
+const NONE: Number = Number::Fixed(None);
+
+/// The most common value of each field.
+const LLAMA: Family = Family {
+    name: "llama",
+    causal: "LlamaForCausalLM",
+    classifier: "LlamaForSequenceClassification",
+    keys: &[],
+    qkv_bias: Bias::Key("attention_bias", false),
+    o_bias: Bias::Key("attention_bias", false),
+    mlp_bias: Bias::Key("mlp_bias", false),
+    qk_norm: QkNorm::None,
+    norms: Norms::PRE,
+    files: FileForm::PLAIN,
+    norm_offset: 0.0,
+    norm_eps: 1e-6,
+    activation: ("hidden_act", Activation::Silu),
+    windows: Windows::Never,
+    rope: RopeDefaults::PLAIN,
+    has_no_rope_layers: false,
+    scores: Scores::HeadDim,
+    score_softcap: NONE,
+    embedded: Embedded::AsTheyAre,
+    residual_scale: NONE,
+    logit_divisor: NONE,
+    logit_softcap: NONE,
+    head_dim: None,
+    kv_heads: None,
+    context: 2048,
+    tied: false,
+};
+
+const MISTRAL: Family = Family {
+    name: "mistral",
+    causal: "MistralForCausalLM",
+    classifier: "MistralForSequenceClassification",
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Everywhere(Some(4096)),
+    kv_heads: Some(8),
+    context: 131_072,
+    ..LLAMA
+};
+
+const GEMMA2: Family = Family {
+    name: "gemma2",
+    causal: "Gemma2ForCausalLM",
+    classifier: "Gemma2ForSequenceClassification",
+    keys: &["hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"],
+    mlp_bias: Bias::Never,
+    norms: Norms::SANDWICH,
+    norm_offset: 1.0,
+    activation: ("hidden_activation", Activation::GeluTanh),
+    windows: Windows::Periodic(4096, 2),
+    scores: Scores::Scalar(256.0),
+    score_softcap: Number::Key("attn_logit_softcapping", Some(50.0)),
+    embedded: Embedded::SqrtWidth,
+    logit_softcap: Number::Key("final_logit_softcapping", Some(30.0)),
+    head_dim: Some(256),
+    kv_heads: Some(4),
+    context: 8192,
+    tied: true,
+    ..LLAMA
+};
+
+const OLMO2: Family = Family {
+    name: "olmo2",
+    causal: "Olmo2ForCausalLM",
+    classifier: "Olmo2ForSequenceClassification",
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::Whole,
+    norms: Norms::POST,
+    norm_eps: 1e-5,
+    ..LLAMA
+};
+
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-static FAMILIES: [Family; 4] = [
-    Family {
-        name: "llama",
-        causal: "LlamaForCausalLM",
-        classifier: "LlamaForSequenceClassification",
-        qkv_bias: Bias::Key("attention_bias"),
-        o_bias: Bias::Key("attention_bias"),
-        mlp_bias: Bias::Key("mlp_bias"),
-        qk_norm: false,
-        norms: Norms::Pre,
-        windows: Windows::Never,
-        head_dim: None,
-        kv_heads: None,
-        context: 2048,
-    },
-    Family {
-        name: "mistral",
-        causal: "MistralForCausalLM",
-        classifier: "MistralForSequenceClassification",
-        qkv_bias: Bias::Never,
-        o_bias: Bias::Never,
-        mlp_bias: Bias::Never,
-        qk_norm: false,
-        norms: Norms::Pre,
-        windows: Windows::Everywhere(4096),
-        head_dim: None,
-        kv_heads: Some(8),
-        context: 131_072,
-    },
+static FAMILIES: [Family; 14] = [
+    LLAMA,
+    MISTRAL,
     Family {
         name: "qwen2",
         causal: "Qwen2ForCausalLM",
@@ -83,26 +210,128 @@ static FAMILIES: [Family; 4] = [
         qkv_bias: Bias::Always,
         o_bias: Bias::Never,
         mlp_bias: Bias::Never,
-        qk_norm: false,
-        norms: Norms::Pre,
         windows: Windows::Switched(4096, 28),
-        head_dim: None,
         kv_heads: Some(32),
         context: 32_768,
+        ..LLAMA
     },
     Family {
         name: "qwen3",
         causal: "Qwen3ForCausalLM",
         classifier: "Qwen3ForSequenceClassification",
-        qkv_bias: Bias::Key("attention_bias"),
-        o_bias: Bias::Key("attention_bias"),
         mlp_bias: Bias::Never,
-        qk_norm: true,
-        norms: Norms::Pre,
+        qk_norm: QkNorm::PerHead,
         windows: Windows::Switched(4096, 28),
         head_dim: Some(128),
         kv_heads: Some(32),
         context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "ministral3",
+        causal: "Ministral3ForCausalLM",
+        classifier: "Ministral3ForSequenceClassification",
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        head_dim: Some(128),
+        context: 262_144,
+        ..MISTRAL
+    },
+    Family {
+        name: "smollm3",
+        causal: "SmolLM3ForCausalLM",
+        classifier: "SmolLM3ForSequenceClassification",
+        keys: &["no_rope_layers", "no_rope_layer_interval"],
+        windows: Windows::WithoutRope,
+        rope: RopeDefaults { theta: 2_000_000.0, ..RopeDefaults::PLAIN },
+        has_no_rope_layers: true,
+        kv_heads: Some(4),
+        context: 32_768,
+        tied: true,
+        ..LLAMA
+    },
+    Family {
+        name: "seed_oss",
+        causal: "SeedOssForCausalLM",
+        classifier: "SeedOssForSequenceClassification",
+        keys: &["attention_out_bias"],
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Key("attention_out_bias", false),
+        head_dim: Some(128),
+        kv_heads: Some(8),
+        context: 524_288,
+        ..LLAMA
+    },
+    Family {
+        name: "granite",
+        causal: "GraniteForCausalLM",
+        classifier: "GraniteForSequenceClassification",
+        keys: &["attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"],
+        scores: Scores::Multiplier,
+        embedded: Embedded::Multiplied,
+        residual_scale: Number::Key("residual_multiplier", None),
+        logit_divisor: Number::Key("logits_scaling", None),
+        ..LLAMA
+    },
+    Family {
+        name: "phi3",
+        causal: "Phi3ForCausalLM",
+        classifier: "Phi3ForSequenceClassification",
+        keys: &["original_max_position_embeddings"],
+        qkv_bias: Bias::Never,
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        files: FileForm { joins_qkv: true, joins_gate_up: true, ..FileForm::PLAIN },
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        rope: RopeDefaults { partial: Some(1.0), is_longrope: true, ..RopeDefaults::PLAIN },
+        context: 4096,
+        ..LLAMA
+    },
+    Family {
+        name: "glm4",
+        causal: "Glm4ForCausalLM",
+        classifier: "Glm4ForSequenceClassification",
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        norms: Norms::SANDWICH_GLM,
+        files: FileForm { joins_gate_up: true, is_interleaved: true, ..FileForm::PLAIN },
+        norm_eps: 1.5625e-7,
+        rope: RopeDefaults { partial: Some(0.5), ..RopeDefaults::PLAIN },
+        head_dim: Some(128),
+        kv_heads: Some(2),
+        context: 131_072,
+        ..LLAMA
+    },
+    OLMO2,
+    Family {
+        name: "olmo3",
+        causal: "Olmo3ForCausalLM",
+        classifier: "Olmo3ForSequenceClassification",
+        windows: Windows::Periodic(4096, 4),
+        rope: RopeDefaults { theta: 500_000.0, by_layer: Some(None), ..RopeDefaults::PLAIN },
+        ..OLMO2
+    },
+    GEMMA2,
+    Family {
+        name: "gemma3_text",
+        causal: "Gemma3ForCausalLM",
+        classifier: "Gemma3TextForSequenceClassification",
+        keys: &[
+            "hidden_activation",
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_base_freq",
+            "sliding_window_pattern",
+        ],
+        qk_norm: QkNorm::PerHead,
+        windows: Windows::Periodic(4096, 6),
+        rope: RopeDefaults { theta: 1_000_000.0, by_layer: Some(Some(10_000.0)), ..RopeDefaults::PLAIN },
+        score_softcap: NONE,
+        logit_softcap: Number::Key("final_logit_softcapping", None),
+        context: 131_072,
+        ..GEMMA2
     },
 ];
 

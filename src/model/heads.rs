@@ -6,7 +6,7 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::ops::linear_divergence::{self, Divergence, Divergences};
 use crate::ops::linear_logprob::{self, Extra, HeadPart, Targets, TokenLoss};
 use crate::ops::matmul;
-use crate::ops::{rows as picked, value_head};
+use crate::ops::{rows as picked, softcap, value_head};
 use crate::tensor::{Flat, Indices, Tensor, Weight, WeightMut};
 
 /// A teacher for some tokens: a model with the same vocabulary on the same ranks, its hidden states, and its weight.
@@ -35,6 +35,7 @@ impl DistillTargets<'_> {
             .map(|(Teacher { model, h, weight, .. }, unit)| linear_divergence::Teacher {
                 h,
                 w: unit.weight(model.head),
+                softcap: model.arch.logit_softcap,
                 weight: *weight,
             })
             .collect();
@@ -60,6 +61,7 @@ impl Transformer {
         // f32 on every device: sampling and scoring use the same logits.
         let mut logits = h.statistics(h.rows(), head.n);
         matmul::forward(h, head, None, &mut logits, matmul::Into::Overwrite);
+        softcap::forward(self.arch.logit_softcap, &mut logits);
         logits
     }
 

@@ -38,7 +38,7 @@ impl Layers {
             block
         };
         let blocks = arch.blocks.iter().enumerate().map(block).collect();
-        let norm = Norm::declare(table, "model.norm", arch.width, arch.norm_eps);
+        let norm = Norm::declare(table, "model.norm", arch.width, arch.norm);
         let head = match head {
             Head::LanguageModel if arch.tied => embedding,
             Head::LanguageModel => table.add(&arch.head_name(head), &matrix, Layout::Panel, normal),

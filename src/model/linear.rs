@@ -6,6 +6,7 @@
 //! on each rank.
 
 use super::context::Context;
+use super::file_rows::FileRows;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
@@ -33,15 +34,31 @@ impl Linear {
     /// Declares `name.weight` with `dims` = [outputs, inputs], with `bias` also `name.bias`, and its adapter if it has
     /// one. The bias is sharded with the outputs. If the inputs are sharded, it is added once, after the sum over ranks.
     pub(super) fn declare(table: &mut ParamTable, name: &str, dims: [Cut; 2], bias: bool) -> Self {
-        let weight = table.add(&format!("{name}.weight"), &dims, Layout::Panel, table.normal());
-        let bias = bias.then(|| table.add(&format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros));
+        Self::declare_in(table, None, name, dims, bias)
+    }
+
+    /// The same for a matrix whose rows are elsewhere in the files: `file.tensor` is the name of the module there, which
+    /// has one adapter. Its parts share the A of the adapter.
+    pub(super) fn declare_in(
+        table: &mut ParamTable,
+        file: Option<&FileRows>,
+        name: &str,
+        dims: [Cut; 2],
+        bias: bool,
+    ) -> Self {
+        let module = file.map_or(name, |file| &file.tensor);
+        let place =
+            |part: &str| file.map(|file| FileRows { tensor: format!("{}.{part}", file.tensor), ..file.clone() });
+        let [weight, bias_name] = ["weight", "bias"].map(|part| format!("{name}.{part}"));
+        let weight = table.add_in(place("weight"), &weight, &dims, Layout::Panel, table.normal());
+        let bias = bias.then(|| table.add_in(place("bias"), &bias_name, &dims[..1], Layout::Row, Init::Zeros));
         let [outputs, inputs] = dims;
-        let adapter = table.adapter(name, inputs.size()).map(|(adapter, init)| {
+        let adapter = table.adapter(module, inputs.size()).map(|(adapter, init)| {
             let rank = Cut::Whole(adapter.rank);
-            let mut add = |part: &str, dims: [Cut; 2], init| {
-                table.add_own(&format!("{name}.lora_{part}.weight"), &dims, Layout::Panel, init)
-            };
-            let (a, b) = (add("A", [rank, inputs], init), add("B", [outputs, rank], Init::Zeros));
+            let a = format!("{module}.lora_A.weight");
+            let a = table.find(&a).unwrap_or_else(|| table.add_own(None, &a, &[rank, inputs], Layout::Panel, init));
+            let (b, dims) = (format!("{name}.lora_B.weight"), [outputs, rank]);
+            let b = table.add_own(place("lora_B.weight"), &b, &dims, Layout::Panel, Init::Zeros);
             Adapter { a, b, scale: adapter.scale }
         });
         Self { weight, bias, adapter }

@@ -4,6 +4,7 @@
 use super::adapter_files::AdapterFiles;
 use super::arch::{Arch, Head};
 use super::bitsandbytes;
+use super::file_rows::FileRows;
 use super::files::{Checkpoint, Stored, listed};
 use super::init;
 use super::names::LM_HEAD;
@@ -27,6 +28,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
+
+/// The end of the name of an adapter's second matrix.
+const B: &str = ".lora_B.weight";
 
 /// Loads a model onto `device` with the head `head`. Values on disk (f32, bf16 or f16) are widened or rounded to
 /// `dtype`. A value head that the directory lacks, because it contains a language model, starts as normal(0, 1/(d+1))
@@ -89,8 +93,9 @@ impl ModelFiles<'_> {
     /// The names of the parameters that do not train.
     pub fn frozen(&self) -> BTreeSet<String> {
         let Some(tuning) = &self.arch.tuning else { return BTreeSet::new() };
-        let names = self.whole().specs().iter().map(|spec| spec.name.clone()).collect::<BTreeSet<_>>();
-        names.difference(&tuning.whole).cloned().collect()
+        let whole = self.whole();
+        let frozen = whole.specs().iter().filter(|spec| !tuning.whole.contains(spec.file_name()));
+        frozen.map(|spec| spec.name.clone()).collect()
     }
 
     /// The files, which are checked.
@@ -240,15 +245,18 @@ impl Source {
     fn will_need(&self, range: &Range<usize>) {
         for (id, part) in self.table.parts(range) {
             let spec = self.table.spec(id);
-            if let Some(tensor) = self.stored(&spec.name).filter(|tensor| tensor.dtype != Dtype::U8) {
-                tensor.will_need(whole_rows(spec, part.start - spec.offset..part.end - spec.offset));
+            if let Some(tensor) = self.stored(spec.file_name()).filter(|tensor| tensor.dtype != Dtype::U8) {
+                let (k, elements) =
+                    (spec.full_dims().1, whole_rows(spec, part.start - spec.offset..part.end - spec.offset));
+                let rows = spec.file_rows().span(elements.start / k..elements.end.div_ceil(k));
+                tensor.will_need(rows.start * k..rows.end * k);
             }
         }
     }
 
     /// Whether weights of `dtype` differ from the values in the files or from the new head.
     pub fn is_rounded(&self, dtype: DType) -> bool {
-        let is_finer = |spec: &ParamSpec| self.stored(&spec.name).is_none_or(|t| t.dtype != Dtype::BF16);
+        let is_finer = |spec: &ParamSpec| self.stored(spec.file_name()).is_none_or(|t| t.dtype != Dtype::BF16);
         dtype == DType::Bf16 && self.table.specs().iter().any(is_finer)
     }
 
@@ -263,22 +271,31 @@ impl Source {
 
     /// This rank's part of a matrix in nf4: as in the files, or quantized now.
     fn quantized(&self, spec: &ParamSpec) -> Result<Nf4<'static>> {
-        let name = &spec.name;
-        let (n, k) = spec.full_dims();
+        let (name, file) = (spec.file_name(), spec.file_rows());
+        let ((n, k), mut rows) = (spec.full_dims(), spec.rows.clone());
         let whole = if let Some(whole) = bitsandbytes::stored(&self.checkpoint, name)? {
+            if file.heads.is_some() {
+                let family = self.arch.family.name;
+                let message =
+                    format!("matrices in nf4 cannot be read for {family}, whose heads are reordered ({name})");
+                return Err(Error::data(message).hint("use the unquantized model with model.quantize = \"nf4\""));
+            }
+            for rows in &mut rows {
+                *rows = rows.start + file.first..rows.end + file.first;
+            }
             whole
         } else {
             let tensor = self.checkpoint.get(name).expect("`check` found every parameter");
-            tensor.will_need(0..n * k);
-            Nf4::quantize(n, k, &stored(tensor.dtype, tensor.bytes))
+            tensor.will_need(file.first * k..(file.first + n) * k);
+            Nf4::quantize(n, k, &*self.values(&spec.name).expect("it is there"))
                 .ok_or_else(|| not_finite(tensor.path, name))?
                 .double_quantized()
         };
         self.checkpoint.release();
-        if spec.elements() == n * k {
+        if spec.elements() == whole.n * k {
             return Ok(whole.into_owned());
         }
-        whole.held(&Held { rows: &spec.rows, columns: spec.columns.clone() }).ok_or_else(|| {
+        whole.held(&Held { rows: &rows, columns: spec.columns.clone() }).ok_or_else(|| {
             let (columns, ranks) = (&spec.columns, self.table.tensor_part().size);
             Error::usage(format!(
                 "model.quantize = \"nf4\" needs parts of whole blocks of 64 columns on each of {ranks} tensor ranks (got columns \
@@ -314,8 +331,23 @@ impl Source {
         if out.iter().all(|x| x.is_finite()) {
             Ok(())
         } else {
-            Err(not_finite(self.stored(name).expect("it is there").path, name))
+            let tensor = self.file_rows(name).tensor;
+            Err(not_finite(self.stored(&tensor).expect("it is there").path, &tensor))
         }
+    }
+
+    /// The place of a parameter in the files. Adapters are not in the table of the whole model; the rows of a B are
+    /// those of its matrix.
+    fn file_rows(&self, name: &str) -> FileRows {
+        if let Some(id) = self.table.find(name) {
+            return self.table.spec(id).file_rows();
+        }
+        let of_matrix = name.strip_suffix(B).and_then(|module| {
+            let file = self.table.spec(self.table.find(&format!("{module}.weight"))?).file.clone()?;
+            let module = file.tensor.strip_suffix(".weight")?;
+            Some(FileRows { tensor: format!("{module}{B}"), ..file })
+        });
+        of_matrix.unwrap_or_else(|| FileRows::own(name, 0))
     }
 
     /// The values of a parameter in the files, those of the adapter first.
@@ -325,12 +357,14 @@ impl Source {
 
     /// Fills slices with row-major values of a parameter in the files. `check` found them in a known format.
     fn values(&self, name: &str) -> Option<Box<pack::Source<'_>>> {
-        let tensor = self.stored(name)?;
+        let file = self.file_rows(name);
+        let tensor = self.stored(&file.tensor)?;
         if tensor.dtype != Dtype::U8 {
-            return Some(Box::new(stored(tensor.dtype, tensor.bytes)));
+            let (width, read) = (tensor.shape[1..].iter().product(), stored(tensor.dtype, tensor.bytes));
+            return Some(Box::new(move |start, to: &mut [f32]| file.read(width, start, to, &read)));
         }
-        let nf4 = bitsandbytes::stored(&self.checkpoint, name).expect("it was checked").expect("it is in nf4");
-        Some(Box::new(move |start, to: &mut [f32]| nf4.read(start, to)))
+        let nf4 = bitsandbytes::stored(&self.checkpoint, &file.tensor).expect("it was checked").expect("it is in nf4");
+        Some(Box::new(move |start, to: &mut [f32]| file.read(nf4.k, start, to, &|start, to| nf4.read(start, to))))
     }
 
     /// Fills a range of the flat vector.
@@ -342,7 +376,7 @@ impl Source {
         // Else the file contents would stay in memory together with the weights.
         self.checkpoint.release();
         let Some(id) = damaged else { return Ok(()) };
-        let name = &self.table.spec(id).name;
+        let name = self.table.spec(id).file_name();
         Err(not_finite(self.stored(name).expect("new values are finite").path, name))
     }
 }
@@ -366,20 +400,20 @@ fn check(
     };
     let mut missing = Vec::new();
     for spec in table.specs() {
-        let Some(stored) = checkpoint.get(&spec.name) else {
-            if table.head() != Head::Value || !is_new(spec) {
-                missing.push(spec.name.as_str());
+        let name = spec.file_name();
+        let Some(stored) = checkpoint.get(name) else {
+            let is_named = missing.last() == Some(&name);
+            if !is_named && (table.head() != Head::Value || !is_new(spec)) {
+                missing.push(name);
             }
             continue;
         };
-        let (path, name, dtype) = (stored.path.display(), &spec.name, stored.dtype);
+        let (path, dtype, full) = (stored.path.display(), stored.dtype, spec.file_shape());
         if let Some(nf4) = bitsandbytes::stored(checkpoint, name)? {
-            if vec![nf4.n, nf4.k] != spec.full() {
+            if vec![nf4.n, nf4.k] != full {
                 return Err(Error::data(format!(
                     "{path}: tensor {name} has shape [{}, {}], but config.json needs {:?}",
-                    nf4.n,
-                    nf4.k,
-                    spec.full()
+                    nf4.n, nf4.k, full
                 ))
                 .hint("use the config.json that belongs to these weights"));
             }
@@ -389,7 +423,7 @@ fn check(
             return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})"))
                 .hint("convert the model to one of these types"));
         }
-        let (full, is_vocabulary) = (spec.full(), matches!(spec.cuts[0], Cut::Vocabulary(_)));
+        let is_vocabulary = matches!(spec.cuts[0], Cut::Vocabulary(_));
         let fits = |rows: usize| stored.shape.first() == Some(&rows) && stored.shape[1..] == full[1..];
         if stored.shape != full && !(is_vocabulary && arch.padded_from.is_some_and(fits)) {
             return Err(Error::data(format!(
@@ -401,8 +435,9 @@ fn check(
     }
     // What other heads need, and what older checkpoints store although it follows from config.json.
     let shares = arch.tied || table.head() == Head::Value;
+    let of_table: BTreeSet<&str> = table.specs().iter().map(ParamSpec::file_name).collect();
     let known = |name: &str| {
-        table.find(name).is_some()
+        of_table.contains(name)
             || name.ends_with("rotary_emb.inv_freq")
             || bitsandbytes::is_part(name)
             || (shares && name == LM_HEAD)

@@ -60,10 +60,12 @@ pub fn merge(
             let mut values = vec![0.0; rows.len() * width];
             read(name, rows.start * width, &mut values).map(|()| values)
         };
-        let module = spec.name.strip_suffix(".weight").and_then(|module| tuning.adapters.get_key_value(module));
-        let delta = match module {
-            Some((module, adapter)) => {
-                let [a, b] = adapter_names(module);
+        let module = |name: &str| name.strip_suffix(".weight").map(str::to_owned);
+        let adapter = module(spec.file_name()).and_then(|module| tuning.adapters.get_key_value(&module));
+        let delta = match adapter.zip(module(&spec.name)) {
+            Some(((module, adapter), part)) => {
+                // Parts of one tensor share its A.
+                let ([a, _], [_, b]) = (adapter_names(module), adapter_names(&part));
                 Some(Delta::new(*adapter, read(&a, 0..adapter.rank, width)?, read(&b, 0..n, adapter.rank)?))
             }
             None => None,

@@ -3,6 +3,7 @@
 use super::block_spec::DenseSpec;
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
+use super::file_rows::FileRows;
 use super::linear::Linear;
 use super::params::ParamTable;
 use super::part::Cut;
@@ -43,11 +44,16 @@ impl Mlp {
     /// Declares gate, up and down, named `name.gate_proj` and so on. `width` is that of the hidden state.
     pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: &DenseSpec) -> Self {
         let (hidden, inner) = (Cut::Whole(width), spec.cut());
-        let mut linear = |part: &str, dims| Linear::declare(table, &format!("{name}.{part}_proj"), dims, spec.bias);
+        let mut linear = |part: &str, joined: Option<usize>, dims| {
+            let (f, tensor) = (spec.width, format!("{name}.gate_up_proj"));
+            let file = joined.map(|i| FileRows { tensor, first: i * f, of: 2 * f, heads: None });
+            Linear::declare_in(table, file.as_ref(), &format!("{name}.{part}_proj"), dims, spec.bias)
+        };
+        let joined = |i| spec.is_joined.then_some(i);
         Self {
-            gate: linear("gate", [inner, hidden]),
-            up: linear("up", [inner, hidden]),
-            down: linear("down", [hidden, inner]),
+            gate: linear("gate", joined(0), [inner, hidden]),
+            up: linear("up", joined(1), [inner, hidden]),
+            down: linear("down", None, [hidden, inner]),
             activation: spec.activation,
         }
     }

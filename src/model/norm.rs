@@ -1,5 +1,6 @@
-//! RMSNorm: y = x / rms(x) * w, over a whole row or over each head in it.
+//! RMSNorm: y = x / rms(x) * (w + offset), over a whole row or over each head in it.
 
+use super::block_spec::NormSpec;
 use super::context::Context;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
@@ -10,7 +11,7 @@ use crate::tensor::{Flat, Layout, Tensor};
 #[derive(Clone, Debug)]
 pub(super) struct Norm {
     weight: ParamId,
-    eps: f32,
+    spec: NormSpec,
     /// The number of runs of a row that are normed separately.
     heads: usize,
     /// Whether the ranks of the tensor axis have other heads with the same weight.
@@ -19,9 +20,10 @@ pub(super) struct Norm {
 
 impl Norm {
     /// Declares `name.weight`, a norm over whole rows of `width` elements.
-    pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, eps: f32) -> Self {
-        let weight = table.add(&format!("{name}.weight"), &[Cut::Whole(width)], Layout::Row, Init::Ones);
-        Self { weight, eps, heads: 1, is_per_head: false }
+    pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: NormSpec) -> Self {
+        let init = if spec.offset == 0.0 { Init::Ones } else { Init::Zeros };
+        let weight = table.add(&format!("{name}.weight"), &[Cut::Whole(width)], Layout::Row, init);
+        Self { weight, spec, heads: 1, is_per_head: false }
     }
 
     /// Declares `name.weight`, a norm over each of this rank's `heads` heads of a row.
@@ -29,17 +31,18 @@ impl Norm {
         table: &mut ParamTable,
         name: &str,
         head_dim: usize,
-        eps: f32,
+        spec: NormSpec,
         heads: usize,
     ) -> Self {
-        Self { heads, is_per_head: true, ..Self::declare(table, name, head_dim, eps) }
+        Self { heads, is_per_head: true, ..Self::declare(table, name, head_dim, spec) }
     }
 
     /// (y, 1 / rms(x) of each head (t, heads))
     pub(super) fn forward(&self, w: &Unit, x: &Tensor) -> (Tensor, Tensor) {
         let mut y = x.like(x.rows(), x.width());
         let mut rstd = x.statistics(x.rows(), self.heads);
-        rmsnorm::forward(x, w.vector(self.weight), self.eps, &mut y, &mut rstd);
+        let NormSpec { eps, offset } = self.spec;
+        rmsnorm::forward(x, w.vector(self.weight), offset, eps, &mut y, &mut rstd);
         (y, rstd)
     }
 
@@ -58,14 +61,14 @@ impl Norm {
         if self.weight.is_frozen {
             // The operation has no form without dw, whose cost is small compared with dx.
             let mut unused = Flat::zeros(x.device(), w.len());
-            rmsnorm::backward(x, w, rstd, dy, dx, unused.all_mut());
+            rmsnorm::backward(x, w, self.spec.offset, rstd, dy, dx, unused.all_mut());
             return;
         }
         let mut dw = grads.vector_mut(self.weight);
         if self.is_per_head && c.tensor.rank() > 0 {
             dw.clear();
         }
-        rmsnorm::backward(x, w, rstd, dy, dx, dw.reborrow());
+        rmsnorm::backward(x, w, self.spec.offset, rstd, dy, dx, dw.reborrow());
         if self.is_per_head {
             c.tensor.sum_slice(dw);
         }

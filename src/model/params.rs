@@ -2,6 +2,7 @@
 //! Loading, initialization, sharding, the optimizer, checkpoints and export all read this one list.
 
 use super::arch::Head;
+use super::file_rows::FileRows;
 use super::part::{Cut, TensorPart};
 use super::tuning::{Adapter, Param, Tuning};
 use crate::config::lora::AdapterInit;
@@ -57,6 +58,8 @@ pub struct ParamSpec {
     pub copies: usize,
     pub layout: Layout,
     pub init: Init,
+    /// The place in the files of a model; `None`: a tensor of its name, in the same order.
+    pub file: Option<FileRows>,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
     pub offset: usize,
     /// Elements in the flat buffer, padding included.
@@ -85,6 +88,30 @@ impl ParamSpec {
             [n] => (n.size(), 1),
             [n, ref inner @ ..] => (n.size(), inner.iter().map(|cut| cut.size()).product()),
         }
+    }
+
+    /// The place in the files of a model.
+    pub fn file_rows(&self) -> FileRows {
+        self.file.clone().unwrap_or_else(|| FileRows::own(&self.name, self.full_dims().0))
+    }
+
+    /// The name of its tensor in the files of a model.
+    pub fn file_name(&self) -> &str {
+        self.file.as_ref().map_or(&self.name, |file| &file.tensor)
+    }
+
+    /// The values of a row of its tensor.
+    pub fn file_width(&self) -> usize {
+        self.full_dims().1
+    }
+
+    /// The shape of its tensor in the files.
+    pub(super) fn file_shape(&self) -> Vec<usize> {
+        let mut shape = self.full();
+        if let Some(file) = &self.file {
+            shape[0] = file.of;
+        }
+        shape
     }
 
     /// Elements without padding.
@@ -197,16 +224,36 @@ impl ParamTable {
     /// Adds a vector or a matrix, unless it is frozen. At most one of its dims is sharded. On a GPU all matrices are in
     /// row layout.
     pub(super) fn add(&mut self, name: &str, dims: &[Cut], layout: Layout, init: Init) -> ParamId {
-        let is_frozen = self.tuning.as_ref().is_some_and(|tuning| !tuning.whole.contains(name));
+        self.add_in(None, name, dims, layout, init)
+    }
+
+    /// The same for a parameter whose rows are elsewhere in the files than in a tensor of its name.
+    pub(super) fn add_in(
+        &mut self,
+        file: Option<FileRows>,
+        name: &str,
+        dims: &[Cut],
+        layout: Layout,
+        init: Init,
+    ) -> ParamId {
+        let in_files = file.as_ref().map_or(name, |file| &file.tensor);
+        let is_frozen = self.tuning.as_ref().is_some_and(|tuning| !tuning.whole.contains(in_files));
         if is_frozen || self.kept.as_ref().is_some_and(|kept| !kept.contains(name)) {
             let found = self.base.as_ref().map(|base| base.find(name).expect("the base has what is frozen"));
             return ParamId { index: found.map_or(usize::MAX, |id| id.index), is_frozen };
         }
-        self.add_own(name, dims, layout, init)
+        self.add_own(file, name, dims, layout, init)
     }
 
     /// Adds a vector or a matrix that trains.
-    pub(super) fn add_own(&mut self, name: &str, dims: &[Cut], layout: Layout, init: Init) -> ParamId {
+    pub(super) fn add_own(
+        &mut self,
+        file: Option<FileRows>,
+        name: &str,
+        dims: &[Cut],
+        layout: Layout,
+        init: Init,
+    ) -> ParamId {
         let rows = dims[0].held(self.part);
         let columns = dims.get(1).unwrap_or(&Cut::Whole(1)).held(self.part);
         let [columns] = &columns[..] else { unreachable!("columns in {} pieces", columns.len()) };
@@ -227,6 +274,7 @@ impl ParamTable {
             copies,
             layout,
             init,
+            file,
             offset: self.len,
             len,
         });
@@ -291,9 +339,15 @@ impl ParamTable {
         self.specs.iter().map(ParamSpec::elements).sum()
     }
 
-    /// The name and the whole shape of each parameter.
+    /// The name and the whole shape of each parameter, as the files of a model have them: parts of one tensor are one.
     pub fn shapes(&self) -> Vec<Param> {
-        self.specs.iter().map(|spec| Param { name: spec.name.clone(), shape: spec.full() }).collect()
+        let mut all: Vec<Param> = Vec::new();
+        for spec in &self.specs {
+            if all.last().is_none_or(|last| last.name != spec.file_name()) {
+                all.push(Param { name: spec.file_name().to_owned(), shape: spec.file_shape() });
+            }
+        }
+        all
     }
 
     pub fn find(&self, name: &str) -> Option<ParamId> {

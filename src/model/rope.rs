@@ -2,6 +2,7 @@
 
 use super::config_json::Reader;
 use crate::error::{Error, Result};
+use crate::ops::rope::Rotation;
 use std::f64::consts::PI;
 
 /// The base of the frequencies if config.json has none.
@@ -31,24 +32,61 @@ pub enum Scaling {
         attention_factor: f64,
         truncate: bool,
     },
+    /// LongRoPE (arXiv:2402.13753): each frequency is divided by its factor, `long` if rows may be longer than
+    /// `original`, else `short`. `transformers` chooses by the longest row of each call, so that a cached key may belong
+    /// to the other choice. Here the longest row of the whole job decides.
+    LongRope {
+        short: Vec<f64>,
+        long: Vec<f64>,
+        original: f64,
+        attention_factor: f64,
+    },
 }
 
-/// The rotary embedding of a model.
+/// The rotary embedding of a kind of layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     pub theta: f64,
+    /// The share of a head's columns that are rotated.
+    pub partial: f64,
     pub scaling: Scaling,
+    /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original).
+    pub query_scale: Option<(f64, f64)>,
 }
 
+/// The rotary embeddings of a family where config.json says nothing else.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RopeDefaults {
+    pub theta: f64,
+    /// Layers of full attention and sliding layers have ropes of their own. A scaling for both is one of the former.
+    /// This is the theta of sliding layers; `None` if it is that of the others.
+    pub by_layer: Option<Option<f64>>,
+    /// `None` if all columns of a head are rotated, always.
+    pub partial: Option<f64>,
+    /// The type that "su" and "yarn" stand for (Phi-3).
+    pub is_longrope: bool,
+}
+
+impl RopeDefaults {
+    pub const PLAIN: Self = Self { theta: THETA, by_layer: None, partial: None, is_longrope: false };
+}
+
+/// The kinds of layers that may have ropes of their own, as config.json names them.
+pub(super) const FULL: &str = "full_attention";
+pub(super) const SLIDING: &str = "sliding_attention";
+
 impl Rope {
-    /// Reads `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5). If a file has both,
-    /// `rope_scaling` replaces `rope_parameters`, as in `convert_rope_params_to_dict` of transformers 5.
+    /// Reads the rope of layers of `kind` (`FULL` or `SLIDING`): `rope_theta` and `rope_scaling` (transformers 4) or
+    /// `rope_parameters` (5). If a file has both, `rope_scaling` replaces `rope_parameters`, as in
+    /// `convert_rope_params_to_dict` of transformers 5.
     ///
     /// # Errors
-    /// `Data` for wrong or unsupported values, parameters by layer type, and two different scalings.
-    pub(super) fn read(config: &Reader, context: usize) -> Result<Self> {
-        refuse_partial(config)?;
-        let top_theta = config.number("rope_theta")?;
+    /// `Data` for wrong or unsupported values, parameters by layer type that the family does not have, and two
+    /// different scalings.
+    pub(super) fn read(config: &Reader, context: usize, family: RopeDefaults, kind: &str) -> Result<Self> {
+        if let Some(of_sliding) = family.by_layer {
+            return Self::read_of_layer(config, context, family, of_sliding, kind);
+        }
         let [parameters, scaling] = ["rope_parameters", "rope_scaling"].map(|key| {
             let found = config.object(key)?.filter(|found| !found.is_empty());
             match found.as_ref().and_then(Reader::nested) {
@@ -58,52 +96,142 @@ impl Rope {
                 None => Ok(found),
             }
         });
+        let top_theta = config.number("rope_theta")?;
         let parameters = match (parameters?, scaling?) {
             (Some(replaced), Some(scaling)) => Some(replacing(&replaced, scaling, top_theta)?),
             (parameters, scaling) => scaling.or(parameters),
         };
-        let Some(p) = parameters else {
-            return Ok(Self { theta: top_theta.unwrap_or(THETA), scaling: Scaling::None });
+        Self::of(config, parameters.as_ref(), context, family)
+    }
+
+    /// The same for a family whose kinds of layers have ropes of their own.
+    fn read_of_layer(
+        config: &Reader,
+        context: usize,
+        family: RopeDefaults,
+        of_sliding: Option<f64>,
+        kind: &str,
+    ) -> Result<Self> {
+        let scaling = config.object("rope_scaling")?.filter(|scaling| !scaling.is_empty());
+        let local = config.number("rope_local_base_freq")?.or(of_sliding);
+        let theta = if kind == SLIDING { local.unwrap_or(family.theta) } else { family.theta };
+        let of_kind = match config.object("rope_parameters")?.filter(|all| !all.is_empty()) {
+            Some(all) if all.nested().is_none() => {
+                let what = format!("must have an entry for each kind of layer, {FULL} and {SLIDING}");
+                return Err(config.wrong("rope_parameters", &what));
+            }
+            Some(all) => all.object(kind)?,
+            None => None,
         };
-        let theta = p.number("rope_theta")?.or(top_theta).unwrap_or(THETA);
-        refuse_partial(&p)?;
-        let kind = kind(&p)?;
+        let family = RopeDefaults { theta, ..family };
+        match (of_kind, scaling.filter(|_| kind == FULL)) {
+            (Some(_), Some(_)) => Err(config
+                .wrong("rope_scaling", "must not be set if rope_parameters is")
+                .hint("remove rope_parameters or rope_scaling from config.json")),
+            // The keys at the top are those of layers of full attention.
+            (None, None) if kind == SLIDING && of_sliding.is_some() => {
+                Ok(Self { theta, partial: 1.0, scaling: Scaling::None, query_scale: None })
+            }
+            (parameters, scaling) => Self::of(config, parameters.or(scaling).as_ref(), context, family),
+        }
+    }
+
+    /// The rope of an object of parameters, with the keys at the top where it has none.
+    fn of(config: &Reader, parameters: Option<&Reader>, context: usize, family: RopeDefaults) -> Result<Self> {
+        let empty = config.empty();
+        let p = parameters.unwrap_or(&empty);
+        let theta = p.number("rope_theta")?.or(config.number("rope_theta")?).unwrap_or(family.theta);
         let factor =
             || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
-        let original = p.number("original_max_position_embeddings")?;
+        let context = context as f64;
+        let original =
+            config.number("original_max_position_embeddings")?.or(p.number("original_max_position_embeddings")?);
+        let kind = match kind(p)?.as_str() {
+            "su" | "yarn" if family.is_longrope => "longrope".to_owned(),
+            kind => kind.to_owned(),
+        };
         let scaling = match kind.as_str() {
             "default" => Scaling::None,
             "linear" => Scaling::Linear { factor: factor()? },
             // Dynamic NTK scaling changes nothing within the context, and longer rows are rejected.
-            "dynamic" if original.is_none_or(|o| o >= context as f64) => Scaling::None,
+            "dynamic" if original.is_none_or(|o| o >= context) => Scaling::None,
             "llama3" => Scaling::Llama3 {
                 factor: factor()?,
                 low: p.needed("low_freq_factor")?,
                 high: p.needed("high_freq_factor")?,
                 original: p.needed("original_max_position_embeddings")?,
             },
-            "yarn" => yarn(&p, factor()?, original.unwrap_or(context as f64))?,
+            "yarn" => {
+                let original = original.unwrap_or(context);
+                yarn(
+                    p,
+                    if p.has("factor") && p.get("factor").is_none() { context / original } else { factor()? },
+                    original,
+                )?
+            }
+            "longrope" if family.is_longrope => longrope(p, context, original.unwrap_or(context))?,
             other => {
                 return Err(Error::data(format!("config.json: rope type \"{other}\" is not supported"))
                     .hint("use a model with rope type default, linear, dynamic (within its context), llama3 or yarn"));
             }
         };
-        Ok(Self { theta, scaling })
+        let beta = p.number("llama_4_scaling_beta")?.filter(|beta| *beta != 0.0);
+        let query_scale = beta.map(|beta| (beta, original.unwrap_or(context)));
+        Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale })
     }
 
-    /// The angle per position of each pair in a head: theta^(-2i/e), i < e/2, scaled.
-    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let e = head_dim as f64;
+    /// The rotation of heads of `head_dim` columns, in rows of up to `longest` tokens.
+    ///
+    /// # Errors
+    /// `Data` if an odd number of columns would be rotated, or a list of factors has another length.
+    pub fn rotation(&self, head_dim: usize, longest: usize) -> Result<Rotation> {
+        let rotated = self.rotated(head_dim);
+        if !rotated.is_multiple_of(2) {
+            let what =
+                format!("partial_rotary_factor must rotate an even number of columns (got {rotated} of {head_dim})");
+            return Err(Error::data(format!("config.json: {what}")));
+        }
+        if let Scaling::LongRope { short, long, .. } = &self.scaling
+            && let Some(wrong) = [short, long].into_iter().find(|factors| factors.len() != rotated / 2)
+        {
+            let (got, needed) = (wrong.len(), rotated / 2);
+            let message = format!("config.json: short_factor and long_factor must have {needed} numbers (got {got})");
+            return Err(Error::data(message));
+        }
+        let inverse_frequencies = self.inverse_frequencies(rotated, longest);
+        let attention_factor = self.attention_factor();
+        Ok(Rotation { head_dim, inverse_frequencies, attention_factor, query_scale: self.query_scale })
+    }
+
+    /// The columns of a head that are rotated.
+    pub(super) fn rotated(&self, head_dim: usize) -> usize {
+        (head_dim as f64 * self.partial) as usize
+    }
+
+    /// The longest row for which the frequencies are those of short rows.
+    pub fn short_rows(&self) -> Option<usize> {
+        match self.scaling {
+            Scaling::LongRope { original, .. } => Some(original as usize),
+            _ => None,
+        }
+    }
+
+    /// The angle per position of each pair of e rotated columns: theta^(-2i/e), i < e/2, scaled.
+    fn inverse_frequencies(&self, rotated: usize, longest: usize) -> Vec<f32> {
+        let e = rotated as f64;
         let plain = |i: usize| self.theta.powf(-2.0 * i as f64 / e);
-        let scaled = |i: usize| match self.scaling {
+        let scaled = |i: usize| match &self.scaling {
             Scaling::None => plain(i),
             Scaling::Linear { factor } => plain(i) / factor,
+            Scaling::LongRope { short, long, original, .. } => {
+                plain(i) / if longest as f64 > *original { long[i] } else { short[i] }
+            }
             Scaling::Llama3 { factor, low, high, original } => {
                 let turns = original * plain(i) / (2.0 * PI);
                 let keep = ((turns - low) / (high - low)).clamp(0.0, 1.0);
                 plain(i) * (keep + (1.0 - keep) / factor)
             }
-            Scaling::Yarn { factor, fast, slow, original, truncate, .. } => {
+            &Scaling::Yarn { factor, fast, slow, original, truncate, .. } => {
                 let dim_of = |turns: f64| e * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
                 let (mut from, mut to) = (dim_of(fast), dim_of(slow));
                 if truncate {
@@ -115,13 +243,15 @@ impl Rope {
                 plain(i) * (keep + (1.0 - keep) / factor)
             }
         };
-        (0..head_dim / 2).map(|i| scaled(i) as f32).collect()
+        (0..rotated / 2).map(|i| scaled(i) as f32).collect()
     }
 
-    /// The factor on cos and sin (YaRN's temperature); 1 for all other scalings.
-    pub fn attention_factor(&self) -> f32 {
+    /// The factor on cos and sin (the temperature of YaRN and LongRoPE); 1 for all other scalings.
+    fn attention_factor(&self) -> f32 {
         match self.scaling {
-            Scaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            Scaling::Yarn { attention_factor, .. } | Scaling::LongRope { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
@@ -149,14 +279,32 @@ fn replacing<'a>(replaced: &Reader, scaling: Reader<'a>, top_theta: Option<f64>)
     Ok(scaling)
 }
 
-fn refuse_partial(config: &Reader) -> Result<()> {
-    match config.number("partial_rotary_factor")? {
-        Some(factor) if factor != 1.0 => {
-            let what = format!("must be 1 (got {factor}): partially rotated heads are not supported");
-            Err(config.wrong("partial_rotary_factor", &what))
+/// The share of a head's columns that are rotated.
+fn partial(config: &Reader, p: &Reader, default: Option<f64>) -> Result<f64> {
+    let at = if p.number("partial_rotary_factor")?.is_some() { p } else { config };
+    let given = at.number("partial_rotary_factor")?;
+    match default {
+        Some(default) => match given.unwrap_or(default) {
+            share if share > 0.0 && share <= 1.0 => Ok(share),
+            share => Err(at.wrong("partial_rotary_factor", &format!("must be above 0 and at most 1 (got {share})"))),
+        },
+        None if given.is_some_and(|share| share != 1.0) => {
+            let what = "must be 1 in this family, which rotates whole heads";
+            Err(at.wrong("partial_rotary_factor", &format!("{what} (got {})", given.unwrap_or(1.0))))
         }
-        _ => Ok(()),
+        None => Ok(1.0),
     }
+}
+
+fn longrope(p: &Reader, context: f64, original: f64) -> Result<Scaling> {
+    let factor = p.number("factor")?.unwrap_or(context / original);
+    let temperature = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() };
+    Ok(Scaling::LongRope {
+        short: p.numbers("short_factor")?,
+        long: p.numbers("long_factor")?,
+        original,
+        attention_factor: p.number("attention_factor")?.unwrap_or(temperature),
+    })
 }
 
 fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {

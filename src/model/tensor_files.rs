@@ -34,6 +34,8 @@ pub(super) struct TensorFiles {
     written: usize,
     open: Option<LargeFile>,
     staging: Staging,
+    /// The rows so far of a parameter whose heads have another order in the files.
+    ordered: Vec<f32>,
 }
 
 /// The names in an export.
@@ -60,12 +62,12 @@ impl TensorFiles {
     pub(super) fn new(dir: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
         let mut files: Vec<Range<usize>> = Vec::new();
         let mut bytes = 0;
-        for (i, spec) in table.specs().iter().enumerate() {
-            let size = spec.elements() * dtype.bytes();
+        for parts in tensors(table.specs()) {
+            let size = parts.clone().map(|i| table.specs()[i].elements()).sum::<usize>() * dtype.bytes();
             match files.last_mut() {
-                Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = i + 1,
+                Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = parts.end,
                 _ => {
-                    files.push(i..i + 1);
+                    files.push(parts);
                     bytes = 0;
                 }
             }
@@ -81,6 +83,7 @@ impl TensorFiles {
             written: 0,
             open: None,
             staging: Staging::default(),
+            ordered: Vec::new(),
         }
     }
 
@@ -107,7 +110,9 @@ impl TensorFiles {
             let spec = table.spec(id);
             assert!(id.index == self.next && part == spec.range(), "{} is written out of order", spec.name);
             let (n, k) = spec.full_dims();
-            let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
+            // Whole heads, if their rows have another order in the files.
+            let unit = spec.file.as_ref().and_then(|file| file.heads).map_or(PANEL, |heads| PANEL * heads.head_dim);
+            let each = (PIECE / k.max(1) / unit).max(1) * unit;
             for first in (0..n).step_by(each) {
                 let rows = first..(first + each).min(n);
                 let elements = rows.len() * k;
@@ -124,6 +129,18 @@ impl TensorFiles {
     /// If `index` is not the next parameter.
     pub(super) fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
         assert_eq!(index, self.next, "{} is written out of order", self.table.specs()[index].name);
+        let spec = &self.table.specs()[index];
+        let mut ordered = std::mem::take(&mut self.ordered);
+        if let Some(heads) = spec.file.as_ref().and_then(|file| file.heads) {
+            // Heads may be cut anywhere, so the whole parameter is put in order.
+            ordered.extend_from_slice(rows);
+            if ordered.len() < spec.elements() {
+                self.ordered = ordered;
+                return Ok(());
+            }
+            ordered = heads.to_file(&ordered, spec.full_dims().1);
+        }
+        let rows = if ordered.is_empty() { rows } else { &ordered };
         let mut bits = std::mem::take(&mut self.staging.bits);
         self.piece(rows.len(), in_dtype(rows, self.dtype, &mut bits))?;
         self.staging.bits = bits;
@@ -168,7 +185,7 @@ impl TensorFiles {
         let mut weight_map = Map::new();
         for (i, file) in self.files.iter().enumerate() {
             let name = self.name(i);
-            weight_map.extend(specs[file.clone()].iter().map(|spec| (spec.name.clone(), json!(name))));
+            weight_map.extend(specs[file.clone()].iter().map(|spec| (spec.file_name().to_owned(), json!(name))));
         }
         let total: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
@@ -181,7 +198,8 @@ impl Staging {
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
         let len = rows.len() * spec.columns.len();
         let range = spec.flat_rows(&rows);
-        if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row {
+        let heads = spec.file.as_ref().and_then(|file| file.heads);
+        if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row && heads.is_none() {
             self.bits.resize(len, 0);
             values.read_bits(&range, &mut self.bits);
             return bytemuck::cast_slice(&self.bits);
@@ -190,6 +208,9 @@ impl Staging {
         self.rows.resize(len, 0.0);
         values.to_master(&range, &mut self.flat);
         unpack_rows(spec, &self.flat, &mut self.rows);
+        if let Some(heads) = heads {
+            self.rows = heads.to_file(&self.rows, spec.columns.len());
+        }
         in_dtype(&self.rows, dtype, &mut self.bits)
     }
 }
@@ -205,6 +226,15 @@ fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u
     bytemuck::cast_slice(bits)
 }
 
+/// The parameters of each tensor in the files: some are parts of one.
+fn tensors(specs: &[ParamSpec]) -> impl Iterator<Item = Range<usize>> {
+    let mut end = 0;
+    specs.chunk_by(|a, b| a.file_name() == b.file_name()).map(move |parts| {
+        end += parts.len();
+        end - parts.len()..end
+    })
+}
+
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
 fn header(prefix: &str, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let name = match dtype {
@@ -214,10 +244,12 @@ fn header(prefix: &str, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let mut entries = Map::new();
     entries.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut start = 0;
-    for spec in specs {
-        let end = start + spec.elements() * dtype.bytes();
-        let entry = json!({"dtype": name, "shape": spec.shape, "data_offsets": [start, end]});
-        entries.insert(format!("{prefix}{}", spec.name), entry);
+    for parts in tensors(specs) {
+        let first = &specs[parts.start];
+        let shape = if first.file.is_some() { first.file_shape() } else { first.shape.clone() };
+        let end = start + shape.iter().product::<usize>() * dtype.bytes();
+        let entry = json!({"dtype": name, "shape": shape, "data_offsets": [start, end]});
+        entries.insert(format!("{prefix}{}", first.file_name()), entry);
         start = end;
     }
     let mut header = serde_json::Value::Object(entries).to_string().into_bytes();

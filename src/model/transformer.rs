@@ -1,6 +1,6 @@
 //! The transformer that training, scoring and rollout share. Only the source of attention's keys differs.
 
-use super::arch::Arch;
+use super::arch::{Arch, Head};
 use super::block::{Block, BlockSaved, Keep};
 use super::context::{Context, LayerKeys};
 use super::layers::Layers;
@@ -15,8 +15,8 @@ use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::dtype::DType;
 use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
-use crate::ops::embedding;
 use crate::ops::rope::RopeTable;
+use crate::ops::{embedding, scale};
 use crate::tensor::{Indices, Tensor};
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub struct Transformer {
     /// The norm after the last block.
     norm: Norm,
     ring: Ring,
-    rope: Arc<RopeTable>,
+    ropes: Vec<Arc<RopeTable>>,
     device: Device,
 }
 
@@ -115,7 +115,7 @@ impl Transformer {
             blocks,
             norm,
             ring: Ring::new(axes),
-            rope: rope_table(arch),
+            ropes: rope_tables(arch),
             device,
         }
     }
@@ -192,14 +192,14 @@ impl Transformer {
 
     /// Extends the rotary table to `positions`. Needed before `decode` reads positions that only the GPU knows.
     pub fn reserve_positions(&self, positions: usize) {
-        self.rope.reserve(positions.min(self.arch.context));
+        self.ropes.iter().for_each(|rope| rope.reserve(positions.min(self.arch.context)));
     }
 
     /// The addresses from which `decode` reads weights and angles. A graph of it is valid while they stay the same.
     pub fn addresses(&self, w: &Weights) -> Vec<Arg> {
         let tables = [Some(w), w.base.as_deref()];
         let units = tables.into_iter().flatten().flat_map(|w| (0..w.table.units().len()).map(|unit| w.local(unit)));
-        units.filter_map(UnitValues::address).chain([self.rope.place()]).collect()
+        units.filter_map(UnitValues::address).chain(self.ropes.iter().map(|rope| rope.place())).collect()
     }
 
     /// The rows of the embedding (t, d) that `tokens` name.
@@ -210,7 +210,13 @@ impl Transformer {
         embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.embedding), &mut x);
         drop((unit, tokens));
         self.tensor.sum_slice(x.slice_mut());
+        scale::by(self.arch.embed_scale.of(w.dtype()), &mut x);
         x
+    }
+
+    /// The factor on the hidden state: that on logits, if the head is a language model's.
+    fn hidden_scale(&self, w: &Weights) -> f32 {
+        if w.table.head() == Head::LanguageModel { self.arch.logit_scale } else { 1.0 }
     }
 
     /// Runs all layers and the final norm. Returns the hidden state, the norm's input with its 1 / rms, and the kept
@@ -229,7 +235,8 @@ impl Transformer {
             self.prefetch_after(w, FIRST_LAYER + i);
             kept.extend(block.forward(self.context(&unit, positions), &mut x, keys.of_layer(i), keep));
         }
-        let (hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
+        let (mut hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
+        scale::by(self.hidden_scale(w), &mut hidden);
         (hidden, (x, rstd), kept)
     }
 
@@ -242,9 +249,10 @@ impl Transformer {
         w: &Weights,
         mut saved: Saved,
         cu_seqlens: &[usize],
-        dhidden: Tensor,
+        mut dhidden: Tensor,
         grads: &mut Gradients,
     ) {
+        scale::by(self.hidden_scale(w), &mut dhidden);
         let (x, rstd) = saved.last.take().expect("a forward has filled `saved`");
         let mut dx = x.zeros_like(x.rows(), x.width());
         let packed = &Packed::from(cu_seqlens);
@@ -269,6 +277,7 @@ impl Transformer {
         }
         grads.begin(EMBEDDING);
         if !self.embedding.is_frozen {
+            scale::by(self.arch.embed_scale.of(w.dtype()), &mut dx);
             let dw = grads.weight_mut(self.embedding);
             embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         }
@@ -326,7 +335,7 @@ impl Transformer {
     }
 
     fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
-        Context { w, positions, rope: &self.rope, tensor: &self.tensor, ring: &self.ring }
+        Context { w, positions, ropes: &self.ropes, tensor: &self.tensor, ring: &self.ring }
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {
@@ -341,10 +350,10 @@ impl Transformer {
     }
 }
 
-/// The rotary table of an architecture.
-fn rope_table(arch: &Arch) -> Arc<RopeTable> {
-    let frequencies = arch.rope.inverse_frequencies(arch.blocks[0].attention().head_dim);
-    RopeTable::shared(&frequencies, arch.rope.attention_factor(), arch.context)
+/// The rotary tables of an architecture.
+fn rope_tables(arch: &Arch) -> Vec<Arc<RopeTable>> {
+    let rotations = arch.rotations().expect("checked when config.json was read");
+    rotations.into_iter().map(|rotation| RopeTable::shared(rotation, arch.context)).collect()
 }
 
 /// The positions of packed rows: each sequence counts from 0.

@@ -25,7 +25,7 @@ impl Transformer {
         let combine: Option<&Combine> = if self.tensor.size() > 1 { Some(&combine) } else { None };
         let gather = |stats: &Memory| (of_parts(&self.tensor, stats), self.tensor.size());
         let gather: Option<&Gather> = if self.tensor.size() > 1 { Some(&gather) } else { None };
-        body(HeadPart { first: self.vocabulary().start, rows_max, combine, gather });
+        body(HeadPart { first: self.vocabulary().start, rows_max, combine, gather, softcap: self.arch.logit_softcap });
     }
 
     /// Samples a token for each row of the logits, of which this rank has a part (rows, own tokens). The result is the

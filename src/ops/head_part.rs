@@ -3,7 +3,7 @@
 pub use crate::device::cpu::softmax::RowStats;
 
 use super::matmul::forward_rows;
-use crate::device::cpu::{matmul as products, softmax};
+use crate::device::cpu::{matmul as products, softcap, softmax};
 use crate::device::cuda::Memory;
 use crate::experience::SamplingMask;
 use crate::tensor::Weight;
@@ -56,12 +56,14 @@ pub struct HeadPart<'a> {
     pub combine: Option<&'a Combine<'a>>,
     /// The equivalent on a GPU.
     pub gather: Option<&'a Gather<'a>>,
+    /// The soft cap of the logits (`softcap`).
+    pub softcap: Option<f32>,
 }
 
 impl HeadPart<'_> {
     /// All of W.
     pub fn whole(w: &Weight) -> Self {
-        Self { first: 0, rows_max: w.n, combine: None, gather: None }
+        Self { first: 0, rows_max: w.n, combine: None, gather: None, softcap: None }
     }
 
     /// The indices of the targets among W's rows; out of range if the target is in another part.
@@ -92,6 +94,9 @@ impl HeadPart<'_> {
         let (v, places) = (head.n, self.places(tokens));
         let output = products::Output { w: head, bias: None, y: &mut *logits };
         forward_rows(x, tokens.len(), [output], products::Addend::Nothing);
+        if let Some(cap) = self.softcap {
+            softcap::forward(cap, logits);
+        }
         if !masks.is_empty() {
             softmax::mask_rows(logits, v, self.first, masks);
         }

@@ -14,7 +14,7 @@ use super::linear_logprob::{Extra, HeadPart, RowStats, TokenLoss, forward_backwa
 use super::linear_logprob_cuda::{Comparison, Head};
 use super::matmul::{forward_rows, panels};
 use crate::device::cpu::linear_divergence::Pair;
-use crate::device::cpu::{matmul as products, softmax};
+use crate::device::cpu::{matmul as products, softcap, softmax};
 use crate::device::cuda::linear_divergence::Pair as PairOnGpu;
 use crate::device::cuda::linear_logprob as on_gpu;
 use crate::device::cuda::matmul::Matrix;
@@ -31,6 +31,8 @@ const OP: &str = "linear_divergence";
 pub struct Teacher<'a> {
     pub h: &'a Tensor,
     pub w: Weight<'a>,
+    /// The soft cap of its logits.
+    pub softcap: Option<f32>,
     pub weight: f32,
 }
 
@@ -92,11 +94,14 @@ impl Comparison for Against<'_> {
         let stats = |logits: &[f32]| part.combined(softmax::stats_of_rows(logits, v, inverse_temperature));
         let of_student = &stats(student);
         let mut logits = Buffer::scratch(student.len());
-        for Teacher { h, w, weight } in all {
+        for Teacher { h, w, softcap: cap, weight } in all {
             let d = h.width();
             let x = &h.data()[range.start * d..range.end * d];
             let output = products::Output { w: panels(OP, w), bias: None, y: &mut logits };
             forward_rows(x, range.len(), [output], products::Addend::Nothing);
+            if let Some(cap) = cap {
+                softcap::forward(*cap, &mut logits);
+            }
             let pair = Pair { v, student, teacher: &logits, of_student, of_teacher: &stats(&logits) };
             let sums = part.combined(pair.sums(divergence));
             if let Some(dlogits) = &mut dlogits {
@@ -119,7 +124,7 @@ impl Comparison for Against<'_> {
         let mut of_student = on_gpu::stats_room(m);
         on_gpu::stats(student, inverse_temperature, places, &mut of_student);
         own.combine(m, &mut of_student);
-        for Teacher { h, w, weight } in all {
+        for Teacher { h, w, weight, .. } in all {
             let head = Head::new(OP, h, w, own.part, own.targets, temperature);
             let mut room = head.room();
             let of_teacher = head.stats(range, places, &mut room);

@@ -1,6 +1,7 @@
 //! Selective log-softmax over a linear head. Logits exist only for one chunk of tokens at a time.
 //!
 //! logits[t][v] = (sum_d h[t][d] W[v][d]) / temperature; logprob[t] = logits[t][target[t]] - lse[t];
+//! With a soft cap c, logits[t][v] = c tanh(sum_d h[t][d] W[v][d] / c) / temperature.
 //! entropy[t] = lse[t] - sum_v softmax(logits[t])[v] logits[t][v].
 //!
 //! If a token has a sampling mask (`Targets`), log-probability, entropy and their gradients refer to the softmax over
@@ -14,7 +15,7 @@ pub use super::head_part::{Combine, Extra, Gather, HeadPart, RowStats, Targets, 
 use super::check;
 use super::linear_logprob_cuda::{self as on_gpu, Comparison};
 use super::matmul::{backward_input_rows, backward_weight_rows, check_gradient, panels};
-use crate::device::cpu::{copy, matmul as products, softmax};
+use crate::device::cpu::{copy, matmul as products, softcap, softmax};
 use crate::device::cuda::Memory;
 use crate::device::{Device, null};
 use crate::tensor::arena::Buffer;
@@ -185,7 +186,8 @@ pub fn forward_backward_part(
     let head = panels(BACKWARD, &w);
     let rows = chunk_rows(t, part.rows_max, CHUNK_BYTES_BACKWARD);
     let mut logits = Buffer::scratch(rows * w.n);
-    let mut kept = Buffer::scratch(if against.is_some() { logits.len() } else { 0 });
+    let keeps = against.is_some() || part.softcap.is_some();
+    let mut kept = Buffer::scratch(if keeps { logits.len() } else { 0 });
     let transposed = transposed_once(&head, rows < t);
     let mut dlogprobs = vec![0.0; rows];
     let mut dentropy = vec![0.0; rows];
@@ -197,7 +199,7 @@ pub fn forward_backward_part(
         let rows = range.start * d..range.end * d;
         let h = &h.data()[rows.clone()];
         let (places, stats, found) = part.stats(h, head, 1.0 / temperature, targets.part(range.clone()), logits);
-        if against.is_some() {
+        if keeps {
             copy::copy(logits, &mut kept[..m * w.n]);
         }
         for ((i, stats), &logit) in range.clone().zip(&stats).zip(&found) {
@@ -210,6 +212,9 @@ pub fn forward_backward_part(
         softmax::backward_rows(logits, w.n, &stats, &places, dlogprobs, dentropy);
         if let Some(against) = &mut against {
             against.chunk(part, range, &kept[..m * w.n], Some(logits));
+        }
+        if let Some(cap) = part.softcap {
+            softcap::backward(cap, &kept[..m * w.n], logits);
         }
         backward_input_rows(logits, m, &head, transposed.as_deref(), &mut dh.data_mut()[rows], false);
         if let Some(dw) = &mut dw {

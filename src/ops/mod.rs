@@ -27,6 +27,7 @@ pub mod rope;
 pub mod rows;
 pub mod sample;
 pub mod scale;
+pub mod softcap;
 pub mod value_head;
 pub mod zigzag;
 

@@ -1,26 +1,27 @@
-//! y = x * rstd * w with rstd = 1 / sqrt(mean(x^2) + eps), over groups of w.len() values (arXiv:1910.07467).
+//! y = x * rstd * (w + offset) with rstd = 1 / sqrt(mean(x^2) + eps), over groups of w.len() values (arXiv:1910.07467).
 //!
-//! A row of x may hold several groups (qk-norm: one per head); rstd has one value per group.
+//! `offset` is 0 or, in families whose norms start at w = 0, 1. A row of x may hold several groups (qk-norm: one per head); rstd has one value per group.
 
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Slice, SliceMut, Tensor};
 
 /// x, y (t, groups * w.len()); rstd (t, groups).
-pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
+pub fn forward<'a>(x: &Tensor, w: impl Into<Slice<'a>>, offset: f32, eps: f32, y: &mut Tensor, rstd: &mut Tensor) {
     let w = w.into();
     let groups = check_groups(x, w);
     check("y", y, x.rows(), x.width());
     check("rstd", rstd, x.rows(), groups);
     match x.device() {
-        Device::Cpu => cpu::rmsnorm::forward(x.data(), w.f32(), eps, y.data_mut(), rstd.data_mut()),
-        Device::Cuda => cuda::rmsnorm::forward(x.cuda(), w.cuda(), eps, y.cuda_mut(), rstd.cuda_mut()),
+        Device::Cpu => cpu::rmsnorm::forward(x.data(), w.f32(), offset, eps, y.data_mut(), rstd.data_mut()),
+        Device::Cuda => cuda::rmsnorm::forward(x.cuda(), w.cuda(), [offset, eps], y.cuda_mut(), rstd.cuda_mut()),
     }
 }
 
-/// dx += rstd (w dy - x rstd^2 mean(w dy x)), dw += sum_t dy x rstd. `dx` must not alias.
+/// With v = w + offset: dx += rstd (v dy - x rstd^2 mean(v dy x)), dw += sum_t dy x rstd. `dx` must not alias.
 pub fn backward<'a, 'b>(
     x: &Tensor,
     w: impl Into<Slice<'a>>,
+    offset: f32,
     rstd: &Tensor,
     dy: &Tensor,
     dx: &mut Tensor,
@@ -34,10 +35,12 @@ pub fn backward<'a, 'b>(
     assert_eq!(dw.len(), w.len(), "rmsnorm: dw has {} values, but w has {}", dw.len(), w.len());
     match x.device() {
         Device::Cpu => {
-            cpu::rmsnorm::backward(x.data(), x.width(), w.f32(), rstd.data(), dy.data(), dx.data_mut(), dw.f32());
+            let w = (w.f32(), offset);
+            cpu::rmsnorm::backward(x.data(), x.width(), w, rstd.data(), dy.data(), dx.data_mut(), dw.f32());
         }
         Device::Cuda => {
-            cuda::rmsnorm::backward(x.cuda(), w.cuda(), rstd.cuda(), dy.cuda(), dx.cuda_mut(), dw.cuda());
+            let w = (w.cuda(), offset);
+            cuda::rmsnorm::backward(x.cuda(), w, rstd.cuda(), dy.cuda(), dx.cuda_mut(), dw.cuda());
         }
     }
 }

@@ -11,14 +11,25 @@ use std::thread::ThreadId;
 /// The number of positions in the smallest table.
 const POSITIONS_MIN: usize = 1024;
 
+/// The rotation of the heads of a layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotation {
+    /// e, the columns of a head.
+    pub head_dim: usize,
+    /// The angle per position of the first pairs of a head, any scaling included. The other pairs do not turn.
+    pub inverse_frequencies: Vec<f32>,
+    /// The factor on cos and sin of the pairs that turn (1 for most models).
+    pub attention_factor: f32,
+    /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original). No GPU kernel
+    /// supports it.
+    pub query_scale: Option<(f64, f64)>,
+}
+
 /// cos and sin of the positions requested so far, up to `positions_max`. A full table for a context of ten million
-/// tokens would take 1.3 GB for one short row. `inverse_frequencies` (e/2) include any scaling. `attention_factor`
-/// multiplies cos and sin (1 for most models).
+/// tokens would take 1.3 GB for one short row.
 #[derive(Debug)]
 pub struct RopeTable {
-    pub head_dim: usize,
-    inverse_frequencies: Vec<f32>,
-    attention_factor: f32,
+    rotation: Rotation,
     positions_max: usize,
     angles: RwLock<Arc<Angles>>,
 }
@@ -29,6 +40,8 @@ pub(super) struct Angles {
     positions: usize,
     cos: Vec<f32>,
     sin: Vec<f32>,
+    /// The factors on queries, [position]; empty if all are 1.
+    query_scale: Vec<f32>,
     /// The same for GPU kernels, made at the first use.
     on_gpu: OnceLock<Table>,
     /// The bytes that they count on a null device, which does not make them.
@@ -36,33 +49,38 @@ pub(super) struct Angles {
 }
 
 impl RopeTable {
-    pub fn new(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Self {
-        Self {
+    /// # Panics
+    /// If more pairs turn than a head has.
+    pub fn new(rotation: Rotation, positions_max: usize) -> Self {
+        let (pairs, half) = (rotation.inverse_frequencies.len(), rotation.head_dim / 2);
+        assert!(pairs <= half, "rope: {pairs} pairs of {half} turn");
+        Self { rotation, positions_max, angles: RwLock::default() }
+    }
+
+    /// A table in which all pairs of a head turn.
+    pub fn whole(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Self {
+        let rotation = Rotation {
             head_dim: 2 * inverse_frequencies.len(),
             inverse_frequencies: inverse_frequencies.to_vec(),
             attention_factor,
-            positions_max,
-            angles: RwLock::default(),
-        }
+            query_scale: None,
+        };
+        Self::new(rotation, positions_max)
     }
 
     /// Creates a table like `new`, but shares it with equal tables in use, because a table for a long context is large.
-    pub fn shared(inverse_frequencies: &[f32], attention_factor: f32, positions_max: usize) -> Arc<Self> {
+    pub fn shared(rotation: Rotation, positions_max: usize) -> Arc<Self> {
         static TABLES: Mutex<Vec<(Option<ThreadId>, Weak<RopeTable>)>> = Mutex::new(Vec::new());
         // Tables of a null device have no angles.
         let null_thread = null::is_active().then(|| std::thread::current().id());
         let mut tables = lock(&TABLES);
         tables.retain(|(_, table)| table.strong_count() > 0);
-        let equal = |table: &Arc<Self>| {
-            table.inverse_frequencies == inverse_frequencies
-                && table.attention_factor == attention_factor
-                && table.positions_max == positions_max
-        };
+        let equal = |table: &Arc<Self>| table.rotation == rotation && table.positions_max == positions_max;
         let same_device = tables.iter().filter(|(thread, _)| *thread == null_thread);
         if let Some(table) = same_device.filter_map(|(_, table)| table.upgrade()).find(equal) {
             return table;
         }
-        let table = Arc::new(Self::new(inverse_frequencies, attention_factor, positions_max));
+        let table = Arc::new(Self::new(rotation, positions_max));
         tables.push((null_thread, Arc::downgrade(&table)));
         table
     }
@@ -87,19 +105,27 @@ impl RopeTable {
             self.positions_max
         );
         let held = Self::held(positions, self.positions_max);
-        let (mut cos, mut sin) = (there.cos.clone(), there.sin.clone());
-        let (bytes, made) = (2 * held * self.inverse_frequencies.len() * size_of::<f32>(), !null::is_active());
+        let (mut cos, mut sin, mut query_scale) = (there.cos.clone(), there.sin.clone(), there.query_scale.clone());
+        let Rotation { head_dim, inverse_frequencies, attention_factor, .. } = &self.rotation;
+        let (bytes, made) = (2 * held * (head_dim / 2) * size_of::<f32>(), !null::is_active());
         for at in (there.positions..held).filter(|_| made) {
-            for frequency in &self.inverse_frequencies {
+            for frequency in inverse_frequencies {
                 let (s, c) = f64::from(at as f32 * frequency).sin_cos();
-                cos.push(c as f32 * self.attention_factor);
-                sin.push(s as f32 * self.attention_factor);
+                cos.push(c as f32 * attention_factor);
+                sin.push(s as f32 * attention_factor);
             }
+            let still = head_dim / 2 - inverse_frequencies.len();
+            cos.extend(std::iter::repeat_n(1.0, still));
+            sin.extend(std::iter::repeat_n(0.0, still));
+            let of_position =
+                |(beta, original): (f64, f64)| (1.0 + beta * (1.0 + (at as f64 / original).floor()).ln()) as f32;
+            query_scale.extend(self.rotation.query_scale.map(of_position));
         }
         let made = Arc::new(Angles {
             positions: held,
             cos,
             sin,
+            query_scale,
             on_gpu: OnceLock::new(),
             _held: null::hold("rotary tables", bytes),
         });
@@ -122,7 +148,7 @@ impl RopeTable {
 
     /// The address of the table on a GPU, valid until it grows.
     pub fn place(&self) -> Arg {
-        self.reaching(0).cuda(self.head_dim).place()
+        self.reaching(0).cuda(self.rotation.head_dim).place()
     }
 
     /// The number of positions in the table now.
@@ -138,7 +164,7 @@ impl Angles {
 }
 
 /// Rotates q (t, heads*e) and k (t, kv_heads*e) in place. In each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by
-/// the angle of its row's position.
+/// the angle of its row's position. Then q is multiplied by the position's factor, if there is one.
 pub fn forward(q: &mut Tensor, k: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate([q, k], positions, table, false);
 }
@@ -149,28 +175,34 @@ pub fn backward(dq: &mut Tensor, dk: &mut Tensor, positions: &Indices, table: &R
 }
 
 fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: bool) {
-    let (rows, half) = (positions.len(), table.head_dim / 2);
+    let (rows, head_dim) = (positions.len(), table.rotation.head_dim);
+    let half = head_dim / 2;
     for (name, x) in ["q", "k"].into_iter().zip(&both) {
         assert!(
             x.rows() == rows && half > 0 && x.width().is_multiple_of(2 * half),
             "rope: {name} is ({}, {}), which does not fit {rows} positions and head dim {}",
             x.rows(),
             x.width(),
-            table.head_dim
+            head_dim
         );
     }
     let angles = table.angles_at(positions);
+    let scales = &angles.query_scale;
     match both[0].device() {
         Device::Cpu => {
             let angles = cpu::rope::Angles { half, cos: &angles.cos, sin: &angles.sin, back };
-            for x in both {
-                let width = x.width();
-                cpu::rope::rotate(x.data_mut(), width, positions, angles);
+            let [q, k] = both.map(|x| (x.width(), x.data_mut()));
+            for (width, x) in [(q.0, &mut *q.1), (k.0, k.1)] {
+                cpu::rope::rotate(x, width, positions, angles);
+            }
+            if !scales.is_empty() {
+                cpu::rope::scale(q.1, q.0, positions, scales);
             }
         }
         Device::Cuda => {
             let [q, k] = both.map(Tensor::cuda_mut);
-            cuda::rope::rotate(q, k, rows, positions.cuda(), angles.cuda(table.head_dim), back);
+            assert!(table.rotation.query_scale.is_none(), "rope: no kernel scales queries by position");
+            cuda::rope::rotate(q, k, rows, positions.cuda(), angles.cuda(head_dim), back);
         }
     }
 }

@@ -371,7 +371,7 @@ fn distillation_loss_and_gradient_agree() {
         let (h, of_teacher) = (of(&student), of(&teacher));
         let unit: Vec<f32> = (0..v * v).map(|i| if i % (v + 1) == 0 { 1.0 } else { 0.0 }).collect();
         let unit = Matrix::from_rows(v, v, unit);
-        let teachers = [Teacher { h: &of_teacher, w: unit.f32(), weight: 1.0 }];
+        let teachers = [Teacher { h: &of_teacher, w: unit.f32(), softcap: None, weight: 1.0 }];
         let teachers = Teachers { all: &teachers, divergence: Divergence::ForwardKl, temperature: 1.0 };
         let (mut logprobs, mut dh, mut dw) = (vec![0.0; t], Tensor::scratch(t, v), vec![0.0; unit.panels.len()]);
         let gradient = WeightMut { n: v, k: v, layout: Layout::Panel, values: (&mut dw).into() };

@@ -315,6 +315,9 @@ def value_numbers(model, rows, out):
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     with torch.no_grad():
         out["scores"] = model(input_ids=batch, attention_mask=mask, use_cache=False).logits[:, 0]
+        # Padding that lies outside every window sees nothing, and is NaN in torch: then each row is scored alone.
+        if out["scores"].isnan().any():
+            out["scores"] = torch.cat([model(input_ids=row[None], use_cache=False).logits[:, 0] for row in rows])
     out["values"] = torch.cat([model.score(model.model(input_ids=row[None], use_cache=False)[0])[0, :, 0]
                                for row in rows])
     weight = ((torch.arange(len(out["values"])) * 7) % 11 - 3).double() / 10

@@ -123,7 +123,12 @@ impl Side {
 fn on_heads(of: Divergence, rows_max: usize) -> (Divergences, Vec<f32>, Vec<f32>, Vec<f32>) {
     let (t, d, v) = (150, 24, 104);
     let [student, wide, narrow] = [(1, d), (3, 32), (5, 16)].map(|(seed, d)| Side::new(seed, t, d, v));
-    let all = [(&wide, 0.75), (&narrow, 0.25)].map(|(side, weight)| Teacher { h: &side.h, w: side.weight(v), weight });
+    let all = [(&wide, 0.75), (&narrow, 0.25)].map(|(side, weight)| Teacher {
+        h: &side.h,
+        w: side.weight(v),
+        softcap: None,
+        weight,
+    });
     let teachers = Teachers { all: &all, divergence: of, temperature: 1.5 };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let w = student.weight(v);

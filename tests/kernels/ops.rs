@@ -57,6 +57,7 @@ fn is_apart<const N: usize>(rows: usize, run: impl Fn(Range<usize>) -> [Tensor; 
 }
 
 const EPS: f32 = 1e-6;
+const OFFSET: f32 = 1.0;
 const WIDTHS: [usize; 11] = [8, 24, 64, 96, 128, 256, 264, 1000, 2056, 4096, 8200];
 
 /// rstd, y, dx and dw of `groups` groups of `n`; the gradients are added to what was there.
@@ -68,14 +69,14 @@ fn norms(groups: usize, n: usize) -> [Vec<f32>; 4] {
         let [x, dy, mut dx] = [3, 7, 8].map(|seed| tensor(device, seed, 0..groups, n));
         let (w, mut dw) = (tensor(device, 4, 0..1, n), in_f32(device, 9, n));
         let [y, rstd] = normed(&x, &w);
-        rmsnorm::backward(&x, w.slice(), &rstd, &dy, &mut dx, dw.slice_mut());
+        rmsnorm::backward(&x, w.slice(), OFFSET, &rstd, &dy, &mut dx, dw.slice_mut());
         [rstd, y, dx, dw]
     })
 }
 
 fn normed(x: &Tensor, w: &Tensor) -> [Tensor; 2] {
     let (mut y, mut rstd) = (x.as_wide(x.rows()), x.statistics(x.rows(), 1));
-    rmsnorm::forward(x, w.slice(), EPS, &mut y, &mut rstd);
+    rmsnorm::forward(x, w.slice(), OFFSET, EPS, &mut y, &mut rstd);
     [y, rstd]
 }
 
@@ -105,7 +106,7 @@ fn positions(rows: Range<usize>) -> Vec<u32> {
 
 fn table(e: usize) -> RopeTable {
     let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
-    RopeTable::new(&frequencies, 1.0, 64)
+    RopeTable::whole(&frequencies, 1.0, 64)
 }
 
 #[test]

@@ -153,7 +153,7 @@ fn rope_fused_with_the_cache_write_equals_rope_in_place() {
         for (heads, kv_heads, e) in [(1, 1, 32), (5, 1, 80), (6, 3, 128)] {
             let (shape, rows) = (shape(heads, kv_heads, e, None), 9);
             let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
-            let (rope, at) = (RopeTable::new(&frequencies, 1.0, 64), (20..29).collect::<Vec<u32>>());
+            let (rope, at) = (RopeTable::whole(&frequencies, 1.0, 64), (20..29).collect::<Vec<u32>>());
             let at = Indices::on(Device::Cuda, &at);
             let of = |seed, heads: usize| {
                 Tensor::from_slice(rows, heads * e, &numbers(seed, rows * heads * e)).on(Device::Cuda, DType::Bf16)
@@ -162,7 +162,7 @@ fn rope_fused_with_the_cache_write_equals_rope_in_place() {
             let caches = [true, false].map(|on_the_way| {
                 let (mut q, mut k, v) = (of(1, heads), of(2, kv_heads), of(3, kv_heads));
                 let mut cache = KvLayer::new(Device::Cuda, DType::Bf16, 3, &shape);
-                let none = RopeTable::new(&vec![0.0; e / 2], 1.0, 64);
+                let none = RopeTable::whole(&vec![0.0; e / 2], 1.0, 64);
                 if !on_the_way {
                     rope::forward(&mut q, &mut k, &at, &rope);
                 }

@@ -13,7 +13,7 @@ use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor, w
 const RAGGED: &[usize] = &[1, 31, 32, 33, 64, 65, 7, 130];
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt() }
+    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap: None }
 }
 
 /// Usual and unusual numbers of heads, groups, head dims and windows.
@@ -29,6 +29,7 @@ fn shapes() -> Vec<AttentionShape> {
         shape(2, 1, 128, Some(1)),
         shape(1, 1, 256, None),
         shape(5, 1, 6, Some(64)),
+        AttentionShape { softcap: Some(1.5), ..shape(4, 2, 16, Some(40)) },
     ]
 }
 
@@ -83,7 +84,7 @@ impl Case {
     /// o, lse, dq, dk, dv in f64, where row t of q sees the keys `sees(t)`. One that sees none has o = 0 and lse =
     /// -inf.
     pub fn naive(&self, sees: impl Fn(usize) -> Vec<usize>) -> [Vec<f64>; 5] {
-        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, .. } = self.shape;
+        let AttentionShape { heads: h, kv_heads: g, head_dim: e, scale, softcap, .. } = self.shape;
         let rows = self.q.rows();
         let [q, k, v, d_o] = [&self.q, &self.k, &self.v, &self.d_o].map(|x| wide(x.data()));
         let zeros = |x: &Vec<f64>| vec![0.0; x.len()];
@@ -98,8 +99,13 @@ impl Case {
             let row = (t * h + head) * e;
             let row = row..row + e;
             let key = |j: usize| (j * g + head / (h / g)) * e..(j * g + head / (h / g) + 1) * e;
-            let scores: Vec<f64> =
-                visible.iter().map(|&j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)])).collect();
+            let scaled = |j| f64::from(scale) * dot(&q[row.clone()], &k[key(j)]);
+            // The score, and its slope in the scaled score.
+            let capped = |score: f64| match softcap.map(f64::from) {
+                Some(cap) => (cap * (score / cap).tanh(), 1.0 - (score / cap).tanh().powi(2)),
+                None => (score, 1.0),
+            };
+            let (scores, slopes): (Vec<f64>, Vec<f64>) = visible.iter().map(|&j| capped(scaled(j))).unzip();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();
             lse[t * h + head] = max + total.ln();
@@ -108,8 +114,8 @@ impl Case {
                 (0..e).for_each(|i| o[row.start + i] += p * v[key(j).start + i]);
             }
             let delta = dot(&o[row.clone()], &d_o[row.clone()]);
-            for (&j, p) in visible.iter().zip(&p) {
-                let ds = f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
+            for ((&j, p), slope) in visible.iter().zip(&p).zip(&slopes) {
+                let ds = slope * f64::from(scale) * p * (dot(&d_o[row.clone()], &v[key(j)]) - delta);
                 for i in 0..e {
                     dq[row.start + i] += ds * k[key(j).start + i];
                     dk[key(j).start + i] += ds * q[row.start + i];
@@ -191,7 +197,7 @@ impl Paged {
             .map(|(part, blocks)| PagedSequence { past: part.start, tokens: part.len(), blocks })
             .collect();
         // Angles of 0: the rows are already rotated.
-        let (positions, none) = (vec![0; rows.len()], RopeTable::new(&vec![0.0; case.shape.head_dim / 2], 1.0, 1));
+        let (positions, none) = (vec![0; rows.len()], RopeTable::whole(&vec![0.0; case.shape.head_dim / 2], 1.0, 1));
         let at = (&positions[..].into(), &none);
         kv_append(&mut self.cache, [&mut q, &mut k], &v, at, &sequences[..].into(), &case.shape);
         let mut out = Tensor::scratch(rows.len(), q.width());

@@ -30,8 +30,11 @@ impl Case {
     }
 
     fn with<R>(&self, divergence: Divergence, work: impl FnOnce(Teachers) -> R) -> R {
-        let all: Vec<Teacher> =
-            self.teachers.iter().map(|(h, w, weight)| Teacher { h, w: w.f32(), weight: *weight }).collect();
+        let all: Vec<Teacher> = self
+            .teachers
+            .iter()
+            .map(|(h, w, weight)| Teacher { h, w: w.f32(), softcap: None, weight: *weight })
+            .collect();
         work(Teachers { all: &all, divergence, temperature: self.temperature })
     }
 
@@ -188,7 +191,8 @@ fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
                     *target = first.1[i] + second.1[i];
                 }
             };
-            let head = HeadPart { first: rows.start, rows_max: cut, combine: Some(&combine), gather: None };
+            let head =
+                HeadPart { first: rows.start, rows_max: cut, combine: Some(&combine), gather: None, softcap: None };
             let mut dh = Tensor::scratch(t, d);
             let mut dw = vec![0.0; w.panels.len()];
             let gradient = WeightMut { n: w.n, k: d, layout: Layout::Panel, values: (&mut dw).into() };
@@ -196,7 +200,7 @@ fn vocabulary_shards_have_the_divergences_and_gradients_of_the_whole() {
                 .teachers
                 .iter()
                 .zip(&teachers)
-                .map(|((h, _, weight), w)| Teacher { h, w: w.f32(), weight: *weight })
+                .map(|((h, _, weight), w)| Teacher { h, w: w.f32(), softcap: None, weight: *weight })
                 .collect();
             let all = Teachers { all: &all, divergence: of, temperature: case.temperature };
             let (mut logprobs, dw_part) = (vec![0.0; t], Some(gradient));

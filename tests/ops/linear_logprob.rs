@@ -207,7 +207,8 @@ fn masked_logprobs_entropy_and_gradients_equal_the_f64_loop_with_and_without_voc
                     *found = gathered.iter().map(|part| part[i].1).sum();
                 }
             };
-            let head = HeadPart { first: rows.start, rows_max: ends[0], combine: Some(&combine), gather: None };
+            let head =
+                HeadPart { first: rows.start, rows_max: ends[0], combine: Some(&combine), gather: None, softcap: None };
             let [mut logprobs, mut entropy, mut scored, mut uncertain] = [(); 4].map(|()| vec![0.0; t]);
             let (l, e) = ((&mut scored[..]).into(), (&mut uncertain[..]).into());
             forward_part(&case.h, w.f32(), head, targets, case.temperature, l, Extra::Entropy, e, None);

@@ -17,7 +17,7 @@ fn each_pair_turns_by_position_times_frequency() {
     for (rows, heads, e) in [(1, 1, 2), (5, 3, 12), (40, 8, 32), (9, 2, 80), (70, 4, 128)] {
         let x = normals(1, rows * heads * e, 1.0);
         let (frequencies, positions, factor) = (frequencies(e), positions(rows), 1.25f32);
-        let table = RopeTable::new(&frequencies, factor, 512);
+        let table = RopeTable::whole(&frequencies, factor, 512);
         let mut y = Tensor::from_slice(rows, heads * e, &x);
         // Keys have heads of their own number, here one.
         let first: Vec<f32> = x.chunks_exact(heads * e).flat_map(|row| &row[..e]).copied().collect();
@@ -41,7 +41,7 @@ fn each_pair_turns_by_position_times_frequency() {
 #[test]
 fn backward_is_the_transpose() {
     let (rows, width) = (50, 96);
-    let table = RopeTable::new(&frequencies(32), 1.0, 512);
+    let table = RopeTable::whole(&frequencies(32), 1.0, 512);
     let [x, dy] = [1, 2].map(|seed| tensor(seed, rows, width, 1.0));
     let (mut y, mut dx) = (x.clone(), dy.clone());
     let (mut k, mut dk) = (x.clone(), dy.clone());
@@ -64,15 +64,15 @@ fn a_position_outside_the_table_is_rejected() {
         &mut Tensor::zeros(1, 4),
         &mut Tensor::zeros(1, 4),
         &[512][..].into(),
-        &RopeTable::new(&frequencies(4), 1.0, 512),
+        &RopeTable::whole(&frequencies(4), 1.0, 512),
     );
 }
 
 #[test]
 fn a_rope_table_contains_the_requested_positions_and_not_the_whole_context() {
     let context = 20_000;
-    let table = RopeTable::new(&frequencies(64), 1.0, context);
-    let all = RopeTable::new(&frequencies(64), 1.0, 5000);
+    let table = RopeTable::whole(&frequencies(64), 1.0, context);
+    let all = RopeTable::whole(&frequencies(64), 1.0, 5000);
     all.reserve(5000);
     let x = tensor(1, 2, 64, 1.0);
     for (last, held) in [(3, 1024), (1023, 1024), (1024, 2048), (4999, 8192), (19_999, context)] {

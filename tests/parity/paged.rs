@@ -1,6 +1,6 @@
 //! Prefill and decode through the paged cache, without and with adapters.
 
-use crate::parity::golden::{LANGUAGE_MODELS, Model, PROMPT};
+use crate::parity::golden::{DENSE_MODELS, LANGUAGE_MODELS, Model};
 use rlhf_hpc::model::{Head, Keys};
 use rlhf_hpc::ops::attention::{KvLayer, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -23,11 +23,13 @@ fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
     let load = |name| {
         [Model::load(name, Head::LanguageModel, DType::F32), Model::adapted(name, Head::LanguageModel, DType::F32)]
     };
-    for (name, m) in LANGUAGE_MODELS.iter().flat_map(|name| load(name).map(|model| (name, model))) {
+    let adapted = LANGUAGE_MODELS.iter().flat_map(|name| load(name).map(|model| (name, model)));
+    let dense = DENSE_MODELS.iter().map(|name| (name, Model::load(name, Head::LanguageModel, DType::F32)));
+    for (name, m) in adapted.chain(dense) {
         let expected = m.golden.integers("greedy");
         let mut cache = m.transformer.kv_cache(m.weights.dtype(), 8);
-        let blocks = [5, 2];
-        let (mut tokens, mut past) = (expected[..PROMPT].to_vec(), 0);
+        let blocks = [5, 2, 7];
+        let (mut tokens, mut past) = (expected[..m.golden.prompt()].to_vec(), 0);
         while tokens.len() < expected.len() {
             let hidden = extend(&m, &mut cache, &blocks, &tokens, past);
             past = tokens.len();

@@ -201,7 +201,7 @@ fn an_unsupported_config_is_rejected_and_its_key_is_named() {
         ("architectures", json!(["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
         ("architectures", json!(["GPT2LMHeadModel"]), "architecture \"GPT2LMHeadModel\" is not supported"),
         ("model_type", json!("mistral"), "does not match"),
-        ("hidden_act", json!("gelu"), "hidden_act must be \"silu\" (got \"gelu\")"),
+        ("hidden_act", json!("gelu"), "hidden_act must be \"silu\" or \"gelu_pytorch_tanh\" (got \"gelu\")"),
         ("quantization_config", json!({"bits": 4}), "quantization_config.load_in_4bit must be true"),
         ("hidden_size", json!("48"), "hidden_size must be a positive integer"),
         ("hidden_size", json!(0), "hidden_size must be a positive integer"),

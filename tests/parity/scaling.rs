@@ -18,13 +18,13 @@ fn rotary_frequencies_of_every_scaling_equal_transformers() {
     let cases = cases.as_array().unwrap();
     assert_eq!(cases.len(), 5);
     for case in cases {
-        let rope = Arch::from_config(&config(&case["rope_parameters"])).unwrap().rope;
+        let rope = &Arch::from_config(&config(&case["rope_parameters"])).unwrap().rotations().unwrap()[0];
         let theirs: Vec<f32> =
             case["inverse_frequencies"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
-        let ours = rope.inverse_frequencies(24);
+        let ours = &rope.inverse_frequencies;
         let relative: Vec<f32> = ours.iter().zip(&theirs).map(|(a, b)| a / b).collect();
         assert!(gap(&relative, &[1.0; 12]) < 1e-5, "{}: {ours:?} {theirs:?}", case["rope_parameters"]);
-        assert!((f64::from(rope.attention_factor()) - case["attention_factor"].as_f64().unwrap()).abs() < 1e-6);
+        assert!((f64::from(rope.attention_factor) - case["attention_factor"].as_f64().unwrap()).abs() < 1e-6);
     }
 }
 
@@ -41,7 +41,7 @@ fn both_spellings_of_rope_scaling_mean_the_same() {
         scaling.as_object_mut().unwrap().remove("rope_theta");
         scaling[name] = kind;
         four.insert("rope_scaling".into(), scaling);
-        assert_eq!(Arch::from_config(&four).unwrap().rope, Arch::from_config(&config(&five)).unwrap().rope);
+        assert_eq!(Arch::from_config(&four).unwrap().ropes, Arch::from_config(&config(&five)).unwrap().ropes);
     }
 }
 
@@ -51,9 +51,9 @@ fn rope_scaling_replaces_rope_parameters_and_a_setting_that_would_be_lost_is_rej
     let both = |parameters: Value, scaling: &Value| {
         let mut both = config(&parameters);
         both.insert("rope_scaling".into(), scaling.clone());
-        Arch::from_config(&both).map(|arch| arch.rope).map_err(|error| error.to_string())
+        Arch::from_config(&both).map(|arch| arch.ropes).map_err(|error| error.to_string())
     };
-    let alone = Arch::from_config(&config(&yarn)).unwrap().rope;
+    let alone = Arch::from_config(&config(&yarn)).unwrap().ropes;
     assert_eq!(both(json!({"rope_type": "default", "rope_theta": 1e4}), &yarn).unwrap(), alone);
     assert_eq!(both(yarn.clone(), &json!({})).unwrap(), alone);
     for (parameters, words) in [

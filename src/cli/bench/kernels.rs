@@ -161,9 +161,9 @@ fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
     let (x, dy, w) = (filled(t, d), filled(t, d), vec![1.0; d]);
     let (mut y, mut rstd) = (Tensor::zeros(t, d), Tensor::zeros(t, 1));
     let (mut dx, mut dw) = (Tensor::zeros(t, d), vec![0.0; d]);
-    let forward = &mut || rmsnorm::forward(&x, &w, 1e-5, &mut y, &mut rstd);
+    let forward = &mut || rmsnorm::forward(&x, &w, 0.0, 1e-5, &mut y, &mut rstd);
     stream(&format!("rmsnorm {t} x {d}"), 2 * t * d, forward);
-    let backward = &mut || rmsnorm::backward(&x, &w, &rstd, &dy, &mut dx, &mut dw);
+    let backward = &mut || rmsnorm::backward(&x, &w, 0.0, &rstd, &dy, &mut dx, &mut dw);
     stream(&format!("rmsnorm backward {t} x {d}"), 4 * t * d, backward);
     let (gate, up, dact) = (filled(t, f), filled(t, f), filled(t, f));
     let (mut act, mut dgate, mut dup) = (Tensor::zeros(t, f), Tensor::zeros(t, f), Tensor::zeros(t, f));

@@ -6,7 +6,7 @@
 //! multiply-adds, ascending j or ascending r.
 
 use super::attention_tile::{AttentionShape, PAGE, Span, TILE, Tile};
-use super::exp::exp_lanes;
+use super::exp::{exp_lanes, tanh_lanes};
 use super::lanes;
 use super::pool::Shares;
 use super::product::{Product, Start, multiply};
@@ -335,7 +335,8 @@ impl Backward<'_> {
         }
     }
 
-    /// p = exp(scale s - lse) from p = s; ds = p (ds - delta) scale from ds = d_o.v.
+    /// p = exp(scale s - lse) from p = s; ds = p (ds - delta) scale from ds = d_o.v. With a soft cap c and t = tanh(scale
+    /// s / c): p = exp(c t - lse), ds = p (ds - delta) (1 - t^2) scale.
     #[inline(always)]
     unsafe fn probabilities<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) {
         let (place, group) = (&self.spans[tile.sequence], self.shape.group());
@@ -351,12 +352,20 @@ impl Backward<'_> {
                 for lane in (0..PAGE).step_by(V::LANES) {
                     let p_at = work.p.as_mut_ptr().add(r * PAGE + lane);
                     let ds_at = work.ds.as_mut_ptr().add(r * PAGE + lane);
-                    let mut p = exp_lanes(V::load(p_at).fma(scale, lse));
+                    let (mut p, mut slope) = (V::load(p_at), scale);
+                    p = exp_lanes(match self.shape.softcap {
+                        None => p.fma(scale, lse),
+                        Some(cap) => {
+                            let t = tanh_lanes(p.mul(scale).div(V::splat(cap)));
+                            slope = V::splat(1.0).sub(t.mul(t)).mul(scale);
+                            t.fma(V::splat(cap), lse)
+                        }
+                    });
                     if !all {
                         p = p.keep(bits >> lane, zero);
                     }
                     p.store(p_at);
-                    V::load(ds_at).sub(delta).mul(p).mul(scale).store(ds_at);
+                    V::load(ds_at).sub(delta).mul(p).mul(slope).store(ds_at);
                 }
             }
         }

@@ -5,7 +5,7 @@
 //! dim. Scores are stored as [r][j], keys transposed as [e][j], values as [j][e].
 
 use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Tile};
-use super::exp::exp_lanes;
+use super::exp::{exp_lanes, tanh_lanes};
 use super::lanes::fold;
 use super::pool::Shares;
 use super::product::{Product, Start, multiply};
@@ -370,6 +370,9 @@ impl Forward<'_> {
                 for lane in (0..PAGE).step_by(V::LANES) {
                     let at = work.p.as_mut_ptr().add((base + r) * PAGE + lane);
                     let mut score = V::load(at).mul(scale);
+                    if let Some(cap) = self.shape.softcap {
+                        score = tanh_lanes(score.div(V::splat(cap))).mul(V::splat(cap));
+                    }
                     if !all {
                         score = score.keep(bits >> lane, nothing);
                     }

@@ -16,6 +16,8 @@ pub struct AttentionShape {
     pub window: Option<usize>,
     /// Usually 1 / sqrt(head_dim).
     pub scale: f32,
+    /// Scaled scores s become c tanh(s / c), with this c (arXiv:2408.00118, section 2). No GPU kernel supports it.
+    pub softcap: Option<f32>,
 }
 
 impl AttentionShape {

@@ -33,6 +33,21 @@ pub fn add(x: &[f32], y: &mut [f32]) {
 }
 
 leveled! {
+    fn add_scaled_range(s: f32, x: &[f32], y: &mut [f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += s * x;
+        }
+    }
+}
+
+/// y += s x
+pub fn add_scaled(s: f32, x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len(), "add_scaled: the lengths differ");
+    let level = level();
+    pool().parts(y, 1024, x.len() < SERIAL_MAX / 4, &|range, y| add_scaled_range(level, s, &x[range], y));
+}
+
+leveled! {
     fn scale_range(x: &mut [f32], s: f32) {
         for x in x {
             *x *= s;

@@ -1,8 +1,11 @@
-//! The exponential, with the same bits as a scalar, in AVX2 and in AVX-512.
+//! The exponential and the hyperbolic tangent, with the same bits as a scalar, in AVX2 and in AVX-512.
 //!
 //! exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 in two parts; exp(r) = 1 + r + r^2 P(r) with the degree-5
 //! minimax polynomial of Cephes expf (Moshier). Error below 1.5 ulp, denormal results included; exp(0) = 1,
 //! exp(-inf) = 0, exp(+inf) = inf, NaN stays NaN.
+//!
+//! tanh(x) = x P(x^2) / Q(x^2) with the minimax polynomials of degrees 6 and 3 of Eigen (MathFunctionsImpl.h), for |x| up
+//! to 7.9, where it rounds to 1. Error below 4 ulp.
 
 use super::vector::{ROUND, Vector};
 
@@ -13,6 +16,11 @@ const HIGHEST: f32 = 89.0;
 const LOG2E: f32 = std::f32::consts::LOG2_E;
 const LN2_HIGH: f32 = 0.693_359_4;
 const LN2_LOW: f32 = -2.121_944_4e-4;
+/// From here on tanh rounds to 1.
+const TANH_ONE: f32 = 7.905_311;
+const TANH_P: [f32; 7] =
+    [-2.760_768_6e-16, 2.000_188e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_5e-4, 4.893_524_6e-3];
+const TANH_Q: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_5e-3, 4.893_525e-3];
 const P: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_6e-1, 5e-1];
 
 /// exp(x). Inside a `leveled!` loop the compiler vectorizes it. Elsewhere, on a baseline build, it is slow, because
@@ -41,6 +49,35 @@ pub unsafe fn exp_lanes<V: Vector>(x: V) -> V {
             p = p.fma(r, V::splat(*factor));
         }
         p.fma(r.mul(r), r).add(V::splat(1.0)).times_power(shifted)
+    }
+}
+
+/// tanh(x), as `exp`.
+#[inline(always)]
+pub fn tanh(x: f32) -> f32 {
+    // SAFETY: one lane needs no instructions.
+    unsafe { tanh_lanes(x) }
+}
+
+/// The hyperbolic tangent of each lane.
+///
+/// # Safety
+/// The processor has the instructions of `V`.
+#[inline(always)]
+pub unsafe fn tanh_lanes<V: Vector>(x: V) -> V {
+    // SAFETY: promised by the caller.
+    unsafe {
+        // This order of operands keeps NaN.
+        let x = V::splat(TANH_ONE).min(V::splat(-TANH_ONE).max(x));
+        let square = x.mul(x);
+        let polynomial = |factors: &[f32]| {
+            let mut sum = V::splat(factors[0]);
+            for factor in &factors[1..] {
+                sum = sum.fma(square, V::splat(*factor));
+            }
+            sum
+        };
+        x.mul(polynomial(&TANH_P)).div(polynomial(&TANH_Q))
     }
 }
 
@@ -83,6 +120,17 @@ mod tests {
                 let off = (f64::from(y.min(f32::MAX)) - exact).abs() / ulp;
                 assert!(off <= 1.5, "exp({x:e}) = {y:e}, {off} ulp from {exact:e}");
             }
+        }
+    }
+
+    #[test]
+    fn tanh_is_accurate_to_four_ulp_everywhere() {
+        for x in probes() {
+            let (y, exact) = (tanh(x), f64::from(x).tanh());
+            let nearest = exact as f32;
+            let ulp = f64::from(nearest.abs().next_up()) - f64::from(nearest.abs());
+            let off = (f64::from(y) - exact).abs() / ulp;
+            assert!(if x.is_nan() { y.is_nan() } else { off <= 4.0 }, "tanh({x:e}) = {y:e}, {off} ulp from {exact:e}");
         }
     }
 

@@ -9,7 +9,15 @@ use crate::device::simd::{level, leveled};
 pub enum Activation {
     /// SwiGLU: silu(x) = x s with s = 1 / (1 + exp(-x)), and its slope s (1 + x (1 - s)).
     Silu,
+    /// GeGLU with the tanh form of GELU (arXiv:1606.08415): x (1 + tanh(u)) / 2 = x s with s = 1 / (1 + exp(-2 u)) and
+    /// u = sqrt(2 / pi) (x + 0.044715 x^3). Its slope is s (1 + 2 x (1 - s) u').
+    GeluTanh,
 }
+
+/// 2 sqrt(2 / pi)
+const GELU: f32 = 1.595_769;
+const CUBIC: f32 = 0.044_715;
+const SQUARE_MAX: f32 = 1e4;
 
 /// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 13;
@@ -22,11 +30,20 @@ leveled! {
     }
 }
 
+leveled! {
+    fn gelu_forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            *y = gate / (1.0 + exp(-GELU * (gate + CUBIC * gate * gate * gate))) * up;
+        }
+    }
+}
+
 pub fn forward(activation: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
     pool().parts(y, 1024, gate.len() < SERIAL_MAX, &|range, y| match activation {
         Activation::Silu => silu_forward(level, &gate[range.clone()], &up[range], y),
+        Activation::GeluTanh => gelu_forward(level, &gate[range.clone()], &up[range], y),
     });
 }
 
@@ -35,6 +52,19 @@ leveled! {
         for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
             let sigmoid = 1.0 / (1.0 + exp(-gate));
             *dgate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)));
+            *dup = dy * (gate * sigmoid);
+        }
+    }
+}
+
+leveled! {
+    fn gelu_backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
+            // Far out the slope is 0 or 1; without the limit it would be 0 times infinity.
+            let square = (gate * gate).min(SQUARE_MAX);
+            let sigmoid = 1.0 / (1.0 + exp(-GELU * (gate + CUBIC * gate * square)));
+            let inner = GELU * (1.0 + 3.0 * CUBIC * square);
+            *dgate = dy * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid) * inner));
             *dup = dy * (gate * sigmoid);
         }
     }
@@ -50,6 +80,7 @@ pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dg
         let (gate, up, dy) = (&gate[range.clone()], &up[range.clone()], &dy[range]);
         match activation {
             Activation::Silu => silu_backward(level, gate, up, dy, dgate, dup),
+            Activation::GeluTanh => gelu_backward(level, gate, up, dy, dgate, dup),
         }
     });
 }

@@ -24,6 +24,7 @@ pub mod rmsnorm;
 pub mod rope;
 pub mod sample;
 mod scratch;
+pub mod softcap;
 pub mod softmax;
 pub mod value_head;
 mod vector;

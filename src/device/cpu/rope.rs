@@ -29,6 +29,16 @@ pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
     });
 }
 
+/// Multiplies each row of x (t, width) by the factor of its position.
+pub fn scale(x: &mut [f32], width: usize, positions: &[u32], factors: &[f32]) {
+    for (row, &position) in x.chunks_exact_mut(width).zip(positions) {
+        let factor = factors[position as usize];
+        for x in row {
+            *x *= factor;
+        }
+    }
+}
+
 leveled! {
     fn rotate_rows(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
         let half = angles.half;

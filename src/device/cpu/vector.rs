@@ -29,6 +29,7 @@ pub trait Vector: Copy {
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
     unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
     /// `other` if either is NaN, as in `min`.
     unsafe fn max(self, other: Self) -> Self;
     unsafe fn min(self, other: Self) -> Self;
@@ -198,6 +199,7 @@ impl Vector for f32 {
     method! { add(self, other: Self) -> Self = x { x + other } }
     method! { sub(self, other: Self) -> Self = x { x - other } }
     method! { mul(self, other: Self) -> Self = x { x * other } }
+    method! { div(self, other: Self) -> Self = x { x / other } }
     method! { max(self, other: Self) -> Self = x { if x > other { x } else { other } } }
     method! { min(self, other: Self) -> Self = x { if x < other { x } else { other } } }
     method! { fma(self, factor: Self, sum: Self) -> Self = x { x.mul_add(factor, sum) } }
@@ -292,6 +294,7 @@ mod x86 {
         method! { add(self, other: Self) -> Self = x { _mm512_add_ps(x, other) } }
         method! { sub(self, other: Self) -> Self = x { _mm512_sub_ps(x, other) } }
         method! { mul(self, other: Self) -> Self = x { _mm512_mul_ps(x, other) } }
+        method! { div(self, other: Self) -> Self = x { _mm512_div_ps(x, other) } }
         method! { max(self, other: Self) -> Self = x { _mm512_max_ps(x, other) } }
         method! { min(self, other: Self) -> Self = x { _mm512_min_ps(x, other) } }
         method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm512_fmadd_ps(x, factor, sum) } }
@@ -357,6 +360,7 @@ mod x86 {
         method! { add(self, other: Self) -> Self = x { _mm256_add_ps(x, other) } }
         method! { sub(self, other: Self) -> Self = x { _mm256_sub_ps(x, other) } }
         method! { mul(self, other: Self) -> Self = x { _mm256_mul_ps(x, other) } }
+        method! { div(self, other: Self) -> Self = x { _mm256_div_ps(x, other) } }
         method! { max(self, other: Self) -> Self = x { _mm256_max_ps(x, other) } }
         method! { min(self, other: Self) -> Self = x { _mm256_min_ps(x, other) } }
         method! { fma(self, factor: Self, sum: Self) -> Self = x { _mm256_fmadd_ps(x, factor, sum) } }

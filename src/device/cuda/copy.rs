@@ -17,6 +17,13 @@ pub fn scale(s: f32, mut x: ViewMut) {
     gpu().launch("scale_bf16", grid_of_eights(x.len()), THREADS, 0, &[Arg::F32(s), x.arg(Bf16), x.len().into()]);
 }
 
+/// y = y + s x for bf16 values, rounded once; any length and alignment.
+pub fn add_scaled(s: f32, x: View, mut y: ViewMut) {
+    assert!(x.len() == y.len(), "copy::add_scaled: {} values cannot be added to {}", x.len(), y.len());
+    let args = [Arg::F32(s), x.arg(Bf16), y.arg(Bf16), x.len().into()];
+    gpu().launch("add_scaled_bf16", grid_of_eights(x.len()), THREADS, 0, &args);
+}
+
 /// to = from, rounded where it is bf16; dtypes may be the same. Any length and alignment.
 pub fn cast(from: View, mut to: ViewMut) {
     let len = from.len();

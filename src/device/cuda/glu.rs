@@ -14,6 +14,7 @@ pub fn forward(activation: Activation, gate: View, up: View, mut y: ViewMut) {
     let len = check_len(OP, gate);
     let kernel = match activation {
         Activation::Silu => "swiglu_forward",
+        Activation::GeluTanh => "geglu_forward",
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }
@@ -26,6 +27,7 @@ pub fn backward(activation: Activation, gate: View, up: View, dy: View, mut dgat
     let len = check_len(OP, gate);
     let kernel = match activation {
         Activation::Silu => "swiglu_backward",
+        Activation::GeluTanh => "geglu_backward",
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }

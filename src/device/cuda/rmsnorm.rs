@@ -1,4 +1,4 @@
-//! y = x * rstd * w over groups of w.len() values; a row may hold several (qk-norm: one per head).
+//! y = x * rstd * (w + offset) over groups of w.len() values; a row may hold several (qk-norm: one per head).
 
 use super::column_sums;
 use super::gpu::{Arg, gpu};
@@ -13,29 +13,29 @@ pub const WIDTH_MAX: usize = 16 << 10;
 /// The minimum number of groups that a block sums dw over. Fewer groups would write more sums than they read values.
 const EACH_MIN: usize = 8;
 
-/// y = x * rstd * w; x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group
+/// y = x * rstd * (w + offset); x, y (groups, w.len()) and w bf16, rstd (groups) f32. A group's result depends on that group
 /// alone.
-pub fn forward(x: View, w: View, eps: f32, mut y: ViewMut, mut rstd: ViewMut) {
+pub fn forward(x: View, w: View, [offset, eps]: [f32; 2], mut y: ViewMut, mut rstd: ViewMut) {
     const OP: &str = "rmsnorm::forward";
     let (n, groups) = (width(OP, w), rstd.len());
     let (y, rstd) = (y.arg(Bf16), rstd.arg(F32));
     let (x, w) = (x.arg(Bf16), w.arg(Bf16));
     check_aligned(OP, &[x, w, y]);
-    let (eps, width, over) = (Arg::F32(eps), dim(OP, n), reciprocal(n));
+    let (offset, eps, width, over) = (Arg::F32(offset), Arg::F32(eps), dim(OP, n), reciprocal(n));
     if n <= NARROW_MAX {
         let shift = shift(n);
-        let args = [x, w, eps, y, rstd, width, over, Arg::U32(shift), count(OP, groups)];
+        let args = [x, w, offset, eps, y, rstd, width, over, Arg::U32(shift), count(OP, groups)];
         return gpu().launch("rmsnorm_forward_narrow", [groups.div_ceil(THREADS >> shift), 1, 1], THREADS, 0, &args);
     }
     // Up to two times eight values per thread. If eight are enough, the block is wide enough to hide its latency.
     let threads = if n <= 2048 { n / 8 } else { (n / 8).div_ceil(2) };
-    let args = [x, w, eps, y, rstd, width, over];
+    let args = [x, w, offset, eps, y, rstd, width, over];
     gpu().launch("rmsnorm_forward", [groups, 1, 1], block(threads, 1024), 0, &args);
 }
 
-/// dx += rstd (w dy - x rstd^2 mean(w dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order
+/// With v = w + offset: dx += rstd (v dy - x rstd^2 mean(v dy x)), rounded once; dw (f32) += the sum over groups of dy x rstd, in an order
 /// that depends on their number alone.
-pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: ViewMut) {
+pub fn backward(x: View, (w, offset): (View, f32), rstd: View, dy: View, mut dx: ViewMut, dw: ViewMut) {
     const OP: &str = "rmsnorm::backward";
     let (n, groups) = (width(OP, w), rstd.len());
     let Share { kernel, threads, each } = share(n, groups);
@@ -44,12 +44,13 @@ pub fn backward(x: View, w: View, rstd: View, dy: View, mut dx: ViewMut, dw: Vie
     let [x, w, dy, dx] = [x.arg(Bf16), w.arg(Bf16), dy.arg(Bf16), dx.arg(Bf16)];
     check_aligned(OP, &[x, w, dy, dx]);
     let (rstd, to, width, over) = (rstd.arg(F32), sums.arg_mut(), dim(OP, n), reciprocal(n));
+    let offset = Arg::F32(offset);
     let (groups, each) = (count(OP, groups), count(OP, each));
     let launch = |args: &[Arg]| gpu().launch(kernel, [blocks, 1, 1], threads, 0, args);
     if n <= NARROW_MAX {
-        launch(&[x, w, rstd, dy, dx, to, width, over, Arg::U32(shift(n)), groups, each]);
+        launch(&[x, w, offset, rstd, dy, dx, to, width, over, Arg::U32(shift(n)), groups, each]);
     } else {
-        launch(&[x, w, rstd, dy, dx, to, width, over, groups, each]);
+        launch(&[x, w, offset, rstd, dy, dx, to, width, over, groups, each]);
     }
     column_sums::add(OP, &sums, blocks, dw);
 }

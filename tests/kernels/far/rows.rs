@@ -73,7 +73,7 @@ fn far_groups_are_normalised_forward_and_backward() {
     for (n, groups, each) in [(WIDTH, ROWS, 1), (HEAD, heads, 16), (256, (1 << 27) + 8, 8)] {
         assert_same_bits("rmsnorm", [(Bf16, n), (Bf16, n), (F32, 1)], groups, each, |[x, y, rstd], _| {
             let w = small(9, n);
-            rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-6, y.view_mut(Bf16), rstd.view_mut(F32));
+            rmsnorm::forward(x.view(Bf16), w.view(Bf16), [0.0, 1e-6], y.view_mut(Bf16), rstd.view_mut(F32));
         });
     }
     // Few groups per block, otherwise a block would process thousands.

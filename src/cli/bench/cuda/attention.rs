@@ -32,7 +32,7 @@ pub(super) fn run(bench: &Bench) {
 
 fn shape(bench: &Bench, e: usize) -> AttentionShape {
     let (heads, kv_heads) = bench.pick(HEADS, (4, 1));
-    AttentionShape { heads, kv_heads, head_dim: e, window: None, scale: 1.0 / (e as f32).sqrt() }
+    AttentionShape { heads, kv_heads, head_dim: e, window: None, scale: 1.0 / (e as f32).sqrt(), softcap: None }
 }
 
 /// Causal attention of one long sequence.

@@ -23,12 +23,12 @@ fn norms(bench: &Bench) {
     let (mut y, mut rstd) = (Memory::scratch(2 * t * d), Memory::scratch(4 * t));
     let cost = |runs: usize| Work::from_bytes((2 * runs * t * d) as f64, 0.0);
     bench.measure(&format!("rmsnorm, {t} x {d}"), cost(2), OF_COPY, || {
-        rmsnorm::forward(x.view(Bf16), w.view(Bf16), 1e-5, y.view_mut(Bf16), rstd.view_mut(F32));
+        rmsnorm::forward(x.view(Bf16), w.view(Bf16), [0.0, 1e-5], y.view_mut(Bf16), rstd.view_mut(F32));
     });
     let (mut dx, mut dw) = (Memory::zeros(2 * t * d), Memory::zeros(4 * d));
     bench.measure(&format!("rmsnorm backward, {t} x {d}"), cost(4), OF_COPY, || {
         let (dx, dw) = (dx.view_mut(Bf16), dw.view_mut(F32));
-        rmsnorm::backward(x.view(Bf16), w.view(Bf16), rstd.view(F32), dy.view(Bf16), dx, dw);
+        rmsnorm::backward(x.view(Bf16), (w.view(Bf16), 0.0), rstd.view(F32), dy.view(Bf16), dx, dw);
     });
 }
 

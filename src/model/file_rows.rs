@@ -1,0 +1,117 @@
+//! Where the rows of a parameter are in the files of a model. Most parameters have a tensor of their own, in the same
+//! order. Some families join matrices, and some rotate other columns of a head than `ops::rope` does.
+
+/// The rows of a parameter in a tensor of the files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FileRows {
+    pub tensor: String,
+    /// The first row of the parameter, and the number of rows of the tensor.
+    pub first: usize,
+    pub of: usize,
+    /// The order of the columns of heads, which are the rows here, if it is another one.
+    pub heads: Option<HeadRows>,
+}
+
+/// The columns of a head that are rotated: the first ones in the files. `ops::rope` turns column i with i + e/2, so the
+/// first columns of each half are those that turn here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadRows {
+    pub head_dim: usize,
+    pub rotated: usize,
+    /// Whether the files turn column 2i with 2i + 1, not i with i + rotated/2.
+    pub is_interleaved: bool,
+}
+
+impl HeadRows {
+    /// The order of a head, unless it is that of `ops::rope`.
+    pub fn new(head_dim: usize, rotated: usize, is_interleaved: bool) -> Option<Self> {
+        let is_same = rotated == 0 || (rotated == head_dim && !is_interleaved);
+        (!is_same).then_some(Self { head_dim, rotated, is_interleaved })
+    }
+
+    /// The row in the files of row `row` of the parameter.
+    pub fn in_file(self, row: usize) -> usize {
+        let Self { head_dim, rotated, is_interleaved } = self;
+        let (half, pairs, column) = (head_dim / 2, rotated / 2, row % head_dim);
+        let (second, i) = (column / half, column % half);
+        let found = match i.checked_sub(pairs) {
+            None if is_interleaved => 2 * i + second,
+            None => i + second * pairs,
+            Some(i) => rotated + second * (half - pairs) + i,
+        };
+        row - column + found
+    }
+
+    /// Whole heads, of `width` values a row, in the order of the files.
+    pub fn to_file(self, heads: &[f32], width: usize) -> Vec<f32> {
+        let mut ordered = vec![0.0; heads.len()];
+        for (row, values) in heads.chunks_exact(width).enumerate() {
+            let at = self.in_file(row) * width;
+            ordered[at..at + width].copy_from_slice(values);
+        }
+        ordered
+    }
+}
+
+impl FileRows {
+    /// A tensor of its own, of `rows` rows.
+    pub fn own(name: &str, rows: usize) -> Self {
+        Self { tensor: name.to_owned(), first: 0, of: rows, heads: None }
+    }
+
+    /// Fills `out` with row-major values of the parameter from element `start` on, in rows of `width` values. `read`
+    /// does so for the tensor.
+    pub fn read(&self, width: usize, start: usize, out: &mut [f32], read: &dyn Fn(usize, &mut [f32])) {
+        let Some(heads) = self.heads else { return read(self.first * width + start, out) };
+        let (mut at, mut rest) = (start, out);
+        while !rest.is_empty() {
+            let (row, column) = (at / width, at % width);
+            let (part, after) = rest.split_at_mut((width - column).min(rest.len()));
+            read((self.first + heads.in_file(row)) * width + column, part);
+            at += part.len();
+            rest = after;
+        }
+    }
+
+    /// The rows of the tensor among which rows `rows` of the parameter are.
+    pub fn span(&self, rows: std::ops::Range<usize>) -> std::ops::Range<usize> {
+        let e = self.heads.map_or(1, |heads| heads.head_dim);
+        self.first + rows.start / e * e..self.first + rows.end.next_multiple_of(e)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pairs_of_a_head_meet_half_a_head_apart_and_every_row_has_one_place() {
+        for (e, rotated, is_interleaved) in [(8, 4, false), (8, 4, true), (16, 12, false), (8, 8, true), (6, 2, true)] {
+            let order = HeadRows { head_dim: e, rotated, is_interleaved };
+            let file: Vec<usize> = (0..2 * e).map(|row| order.in_file(row)).collect();
+            let mut all = file.clone();
+            all.sort_unstable();
+            assert_eq!(all, (0..2 * e).collect::<Vec<_>>());
+            for i in 0..rotated / 2 {
+                let pair = if is_interleaved { [2 * i, 2 * i + 1] } else { [i, i + rotated / 2] };
+                assert_eq!([file[e + i], file[e + i + e / 2]], pair.map(|column| e + column), "{order:?}");
+            }
+            let rows: Vec<f32> = (0..2 * e).map(|row| file[row] as f32).collect();
+            assert_eq!(order.to_file(&rows, 1), (0..2 * e).map(|row| row as f32).collect::<Vec<_>>());
+        }
+        assert_eq!(HeadRows::new(8, 8, false), None);
+    }
+
+    #[test]
+    fn parts_of_a_joined_tensor_are_read_row_by_row() {
+        let heads = HeadRows::new(4, 2, false);
+        let rows = FileRows { tensor: "joined".into(), first: 3, of: 9, heads };
+        let read = |start: usize, out: &mut [f32]| {
+            out.iter_mut().enumerate().for_each(|(i, x)| *x = (start + i) as f32);
+        };
+        let mut out = [0.0; 5];
+        rows.read(2, 1, &mut out, &read);
+        assert_eq!(out, [7.0, 10.0, 11.0, 8.0, 9.0], "rows 0, 2 and 1 of a head");
+        assert_eq!(rows.span(1..3), 3..7);
+    }
+}
