@@ -154,7 +154,10 @@ fn export_checkpoint(args: &Args) -> Result<()> {
     let (n, what) = if let Some(tuning) = adapters.filter(|_| !args.merged) {
         let settings = train::adapter_config(&config, &model.spec)?;
         let params = model.whole().shapes();
-        let begin = || Export::begin_adapter(&args.out, &settings, tuning, &params, &table, args.dtype);
+        let begin = || {
+            let is_wrapped = arch.wrapper.is_some();
+            Export::begin_adapter(&args.out, &settings, tuning, &params, &table, args.dtype, is_wrapped)
+        };
         (write_units(&values, &arch, &table, begin)?, "adapter of the ")
     } else if arch.tuning.is_some() {
         (merge_trained(args, &values, &model, &arch, is_nf4)?, if args.merged { "merged " } else { "" })

@@ -5,6 +5,7 @@ use super::adapter_config::{self, AdapterConfig, Task};
 use super::files::{Checkpoint, Stored, listed};
 use super::tensor_files::Names;
 use super::tuning::{Param, Tuning, adapter_names};
+use super::wrapper::Naming;
 use crate::error::{Error, Result};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
@@ -17,7 +18,7 @@ pub const ALL: [&str; 2] = [adapter_config::FILE, TENSORS];
 const PREFIX: &str = "base_model.model.";
 
 /// The names of an export.
-pub(super) const NAMES: Names = Names { file: "adapter_model", prefix: PREFIX };
+pub(super) const NAMES: Names = Names { file: "adapter_model", prefix: PREFIX, naming: Naming::Plain };
 
 /// An adapter directory whose files match each other and a model.
 pub struct AdapterFiles {
@@ -154,7 +155,7 @@ fn tensors_of(dir: &Path) -> Result<std::path::PathBuf> {
 /// The parameter of a tensor in a file. State dictionaries that were saved as they are contain the adapter's name,
 /// "default".
 fn our_name(name: &str) -> String {
-    let name = name.strip_prefix(PREFIX).unwrap_or(name);
+    let name = &Naming::from_files(name.strip_prefix(PREFIX).unwrap_or(name)).0;
     let [a, b, whole] = [".lora_A.", ".lora_B.", ".modules_to_save."].map(|part| name.split_once(part));
     match (a, b, whole) {
         (Some((module, rest)), ..) => format!("{module}.lora_A.{}", without_name(rest)),

@@ -3,13 +3,14 @@
 use super::bitsandbytes::{self, QUANTIZATION};
 use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, NormSpec};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
-use super::families::{Bias, Embedded, Family, Number, Scores};
+use super::families::{BIDIRECTIONAL, Bias, Embedded, Family, Number, Scores};
 use super::file_rows::HeadRows;
 use super::files;
 use super::layer_kinds;
 use super::names::{EMBEDDING, LM_HEAD};
 use super::rope::Rope;
 use super::tuning::Tuning;
+use super::wrapper::Wrapper;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::dtype::{DType, round_bf16};
 use crate::error::Result;
@@ -90,6 +91,8 @@ pub struct Arch {
     pub reward_mean_std: Option<(f32, f32)>,
     /// config.json as read. An export keeps its keys.
     pub source: Map<String, Value>,
+    /// The model around the language model.
+    pub wrapper: Option<Wrapper>,
     /// What of the model trains; `None` if all of it does.
     pub tuning: Option<Arc<Tuning>>,
 }
@@ -102,6 +105,7 @@ impl Arch {
     pub fn load(dir: &Path) -> Result<Self> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
+        arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
         if let Some(generation) = read_object(&dir.join(GENERATION))? {
             let tokens = Reader::for_file(GENERATION, &generation)
                 .tokens("eos_token_id")
@@ -118,7 +122,7 @@ impl Arch {
                 dir.display()
             ));
         }
-        config_json::warn(dir, &config, arch.family);
+        config_json::warn(dir, &Wrapper::split(&config)?.0, arch.family);
         if dir.join("adapter_config.json").exists() {
             stderr::warn_once(&format!(
                 "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
@@ -204,6 +208,7 @@ impl Arch {
             pad_token: None,
             reward_mean_std: None,
             source: Map::new(),
+            wrapper: None,
             tuning: None,
             ..arch.clone()
         };
@@ -212,11 +217,16 @@ impl Arch {
 
     /// The architecture that a parsed config.json describes.
     pub fn from_config(config: &Map<String, Value>) -> Result<Self> {
+        let (config, wrapper) = Wrapper::split(config)?;
+        let config = &config;
         let c = Reader::new(config);
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
         let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
         let activation = activation(&c, family)?;
+        if c.flag(BIDIRECTIONAL)?.unwrap_or(false) {
+            return Err(c.wrong(BIDIRECTIONAL, "must be false: a language model sees earlier tokens only"));
+        }
         bitsandbytes::is_nf4(config)?;
         let width = c.count_needed("hidden_size")?;
         let heads = c.count_needed("num_attention_heads")?;
@@ -291,6 +301,7 @@ impl Arch {
                 .filter(|(key, _)| *key != QUANTIZATION)
                 .map(|(k, v)| (k.clone(), v.clone()))
                 .collect(),
+            wrapper,
             tuning: None,
         };
         arch.check(&c)?;

@@ -159,11 +159,12 @@ const USED: [&str; 36] = [
     "num_labels",
 ];
 /// Keys that change no result of these families.
-const IRRELEVANT: [&str; 22] = [
+const IRRELEVANT: [&str; 23] = [
     // Names, versions and origin.
     "_name_or_path",
     "_attn_implementation",
     "_attn_implementation_autoset",
+    "_sliding_window_pattern",
     "finetuning_task",
     "label2id",
     "name_or_path",

@@ -12,6 +12,7 @@ use super::tensor_files::{Names, OF_MODEL, TensorFiles, write_json};
 use super::tuning::{Param, Tuning};
 use super::weights::UnitValues;
 use super::weights::Weights;
+use super::wrapper::{Naming, Wrapper};
 use crate::error::{Error, Result};
 use crate::sys::files::{self, fsync_dir, parent, read_object, write_atomic};
 use crate::tensor::DType;
@@ -55,12 +56,16 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
-        let export = Self::create(out, OF_MODEL, table, dtype, SHARD_BYTES_MAX)?;
+        let wrapper = arch.wrapper.as_ref().filter(|_| table.head() == Head::LanguageModel);
+        let naming = wrapper.map(|wrapper| wrapper.naming).unwrap_or_default();
+        let mut export = Self::create(out, Names { naming, ..OF_MODEL }, table, dtype, SHARD_BYTES_MAX)?;
+        export.files.others = wrapper.map(Wrapper::others).transpose()?;
         write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
     }
 
-    /// Begins an export of an adapter in the format of PEFT. `table` lists the parameters that train: those of
+    /// Begins an export of an adapter in the format of PEFT, of a language model inside another model if it
+    /// `is_wrapped`. `table` lists the parameters that train: those of
     /// `tuning`, in a model with `params`.
     ///
     /// # Errors
@@ -72,8 +77,10 @@ impl Export {
         params: &[Param],
         table: &Arc<ParamTable>,
         dtype: DType,
+        is_wrapped: bool,
     ) -> Result<Self> {
-        let export = Self::create(out, adapter_files::NAMES, table, dtype, usize::MAX)?;
+        let naming = if is_wrapped { Naming::Inner } else { Naming::Plain };
+        let export = Self::create(out, Names { naming, ..adapter_files::NAMES }, table, dtype, usize::MAX)?;
         let config = Value::Object(config.to_json(tuning, params));
         write_json(&export.fresh.join(adapter_config::FILE), &config)?;
         Ok(export)
@@ -260,6 +267,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 
 /// The keys of the source config.json and the keys that the export itself sets.
 fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
+    let wrapper = arch.wrapper.as_ref().filter(|_| head == Head::LanguageModel);
     let mut config = arch.source.clone();
     // Exports hold the values of quantized weights.
     config.remove(QUANTIZATION);
@@ -287,7 +295,7 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
             config.insert("std".into(), json!(std));
         }
     }
-    config
+    wrapper.map_or(config.clone(), |wrapper| wrapper.wrap(config))
 }
 
 fn end_tokens(arch: &Arch) -> Value {

@@ -122,6 +122,9 @@ pub struct Family {
     pub tied: bool,
 }
 
+/// The key of Gemma's encoders, whose tokens see later ones.
+pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
+
 const NONE: Number = Number::Fixed(None);
 
 /// The most common value of each field.
@@ -171,7 +174,13 @@ const GEMMA2: Family = Family {
     name: "gemma2",
     causal: "Gemma2ForCausalLM",
     classifier: "Gemma2ForSequenceClassification",
-    keys: &["hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"],
+    keys: &[
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        BIDIRECTIONAL,
+    ],
     mlp_bias: Bias::Never,
     norms: Norms::SANDWICH,
     norm_offset: 1.0,
@@ -324,6 +333,7 @@ static FAMILIES: [Family; 14] = [
             "final_logit_softcapping",
             "rope_local_base_freq",
             "sliding_window_pattern",
+            BIDIRECTIONAL,
         ],
         qk_norm: QkNorm::PerHead,
         windows: Windows::Periodic(4096, 6),

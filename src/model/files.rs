@@ -1,5 +1,6 @@
 //! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
+use super::wrapper::Naming;
 use crate::error::{Error, Result};
 use crate::sys::files::{self, read_object};
 use crate::sys::map::Map;
@@ -24,8 +25,16 @@ struct Shard {
 /// All tensors of a model directory.
 pub(super) struct Checkpoint {
     shards: Vec<Shard>,
-    /// Maps each tensor name to its shard.
-    by_name: BTreeMap<String, usize>,
+    /// Maps each tensor name, without the prefix of a language model inside another model, to its shard and its name
+    /// there.
+    by_name: BTreeMap<String, (usize, String)>,
+    naming: Naming,
+}
+
+impl std::fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{} tensors in {} files", self.by_name.len(), self.shards.len())
+    }
 }
 
 /// A tensor on disk.
@@ -71,7 +80,8 @@ impl Checkpoint {
         let paths = if names.is_empty() { vec![single] } else { names.iter().map(|n| dir.join(n)).collect() };
         let found = Self::of_shards(paths)?;
         for (name, file) in weight_map {
-            if found.by_name.get(name).is_none_or(|&i| !found.shards[i].path.ends_with(file)) {
+            let place = found.by_name.get(&Naming::from_files(name).0);
+            if place.is_none_or(|(i, _)| !found.shards[*i].path.ends_with(file)) {
                 return Err(Error::data(format!(
                     "{}: {INDEX} maps {name} to {file}, but that file does not contain it",
                     dir.display()
@@ -88,20 +98,29 @@ impl Checkpoint {
 
     fn of_shards(paths: Vec<PathBuf>) -> Result<Self> {
         let shards = paths.into_iter().map(open_shard).collect::<Result<Vec<Shard>>>()?;
-        let mut by_name = BTreeMap::new();
+        let (mut by_name, mut naming) = (BTreeMap::new(), Naming::Plain);
         for (i, shard) in shards.iter().enumerate() {
             for name in shard.metadata.offset_keys() {
-                if let Some(first) = by_name.insert(name.clone(), i) {
+                let (ours, of_name) = Naming::from_files(&name);
+                if of_name != Naming::Plain {
+                    naming = of_name;
+                }
+                if let Some((first, _)) = by_name.insert(ours, (i, name.clone())) {
                     let (a, b) = (shards[first].path.display(), shard.path.display());
                     return Err(Error::data(format!("tensor {name} is in two files: {a} and {b}")));
                 }
             }
         }
-        Ok(Self { shards, by_name })
+        Ok(Self { shards, by_name, naming })
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)
+    }
+
+    /// The names of the language model's tensors.
+    pub(super) fn naming(&self) -> Naming {
+        self.naming
     }
 
     /// Releases the memory of the bytes read so far.
@@ -110,8 +129,9 @@ impl Checkpoint {
     }
 
     pub(super) fn get(&self, name: &str) -> Option<Stored<'_>> {
-        let shard = &self.shards[*self.by_name.get(name)?];
-        let info = shard.metadata.info(name)?;
+        let (shard, stored) = self.by_name.get(name)?;
+        let shard = &self.shards[*shard];
+        let info = shard.metadata.info(stored)?;
         let (start, end) = info.data_offsets;
         let (at, map) = (shard.data_start + start, &shard.map);
         let bytes = &map[at..shard.data_start + end];

@@ -17,6 +17,7 @@ use super::weights::Weights;
 use super::weights::pack::{self, stored, whole_rows};
 use super::weights::partition::Shards;
 use super::weights::quantized::QuantizedUnit;
+use super::wrapper::is_other;
 use crate::comm::Axes;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -440,6 +441,7 @@ fn check(
         of_table.contains(name)
             || name.ends_with("rotary_emb.inv_freq")
             || bitsandbytes::is_part(name)
+            || (arch.wrapper.is_some() && is_other(name))
             || (shares && name == LM_HEAD)
     };
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();

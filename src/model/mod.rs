@@ -43,6 +43,7 @@ mod ring;
 mod tensor_axis;
 mod tensor_files;
 mod vocabulary;
+mod wrapper;
 
 pub use arch::{Arch, Head};
 pub use block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, NormSpec, Norms, QkNorm};

@@ -1,9 +1,11 @@
 //! The safetensors of an export: one file, or several with an index. They are written unit by unit, a few MiB at a
 //! time.
 
+use super::files::Checkpoint;
 use super::params::{ParamSpec, ParamTable};
 use super::weights::UnitValues;
 use super::weights::pack::unpack_rows;
+use super::wrapper::{self, Naming};
 use crate::dtype::round_bf16;
 use crate::error::Result;
 use crate::sys::files::{self, LargeFile};
@@ -34,6 +36,8 @@ pub(super) struct TensorFiles {
     written: usize,
     open: Option<LargeFile>,
     staging: Staging,
+    /// The files of a model around the language model, whose other tensors are copied.
+    pub(super) others: Option<Checkpoint>,
     /// The rows so far of a parameter whose heads have another order in the files.
     ordered: Vec<f32>,
 }
@@ -45,9 +49,16 @@ pub(super) struct Names {
     pub file: &'static str,
     /// The text before each parameter's name.
     pub prefix: &'static str,
+    pub naming: Naming,
 }
 
-pub(super) const OF_MODEL: Names = Names { file: "model", prefix: "" };
+impl Names {
+    fn of(self, spec: &ParamSpec) -> String {
+        format!("{}{}", self.prefix, self.naming.in_files(spec.file_name()))
+    }
+}
+
+pub(super) const OF_MODEL: Names = Names { file: "model", prefix: "", naming: Naming::Plain };
 
 /// A piece of a parameter: in memory order, row by row, and in bf16.
 #[derive(Debug, Default)]
@@ -83,18 +94,22 @@ impl TensorFiles {
             written: 0,
             open: None,
             staging: Staging::default(),
+            others: None,
             ordered: Vec::new(),
         }
     }
 
     /// The same with another limit.
-    pub(super) fn cut_at(&self, shard_bytes_max: usize) -> Self {
-        Self::new(&self.dir, self.names, &self.table, self.dtype, shard_bytes_max)
+    pub(super) fn cut_at(&mut self, shard_bytes_max: usize) -> Self {
+        Self {
+            others: self.others.take(),
+            ..Self::new(&self.dir, self.names, &self.table, self.dtype, shard_bytes_max)
+        }
     }
 
     fn name(&self, file: usize) -> String {
         let stem = self.names.file;
-        match self.files.len() {
+        match self.files.len() + usize::from(self.others.is_some()) {
             1 => format!("{stem}.safetensors"),
             n => format!("{stem}-{:05}-of-{n:05}.safetensors", file + 1),
         }
@@ -166,7 +181,7 @@ impl TensorFiles {
     }
 
     fn begin(&mut self, file: usize) -> Result<()> {
-        let header = header(self.names.prefix, &self.table.specs()[self.files[file].clone()], self.dtype);
+        let header = header(self.names, &self.table.specs()[self.files[file].clone()], self.dtype);
         let file = self.open.insert(LargeFile::create(&self.dir.join(self.name(file)))?);
         file.write(&(header.len() as u64).to_le_bytes())?;
         file.write(&header)
@@ -179,17 +194,47 @@ impl TensorFiles {
     pub(super) fn finish(&mut self) -> Result<()> {
         let specs = self.table.specs();
         assert_eq!(self.next, specs.len(), "the number of written parameters");
-        if self.files.len() == 1 {
+        if self.files.len() == 1 && self.others.is_none() {
             return Ok(());
         }
         let mut weight_map = Map::new();
         for (i, file) in self.files.iter().enumerate() {
             let name = self.name(i);
-            weight_map.extend(specs[file.clone()].iter().map(|spec| (spec.file_name().to_owned(), json!(name))));
+            weight_map.extend(specs[file.clone()].iter().map(|spec| (self.names.of(spec), json!(name))));
         }
-        let total: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
+        let mut total: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
+        if let Some(others) = &self.others {
+            let name = self.name(self.files.len());
+            total += self.copy_others(others, &name)?;
+            weight_map.extend(wrapper::others(others).map(|(tensor, _)| (tensor.to_owned(), json!(name))));
+        }
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_json(&self.dir.join("model.safetensors.index.json"), &index)
+    }
+}
+
+impl TensorFiles {
+    /// Copies the tensors outside the language model to a file of their own, as they are. Returns their bytes.
+    fn copy_others(&self, others: &Checkpoint, name: &str) -> Result<usize> {
+        let mut entries = Map::new();
+        entries.insert("__metadata__".into(), json!({"format": "pt"}));
+        let mut start = 0;
+        for (tensor, stored) in wrapper::others(others) {
+            let end = start + stored.bytes.len();
+            let entry = json!({"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [start, end]});
+            entries.insert(tensor.to_owned(), entry);
+            start = end;
+        }
+        let header = padded(entries);
+        let mut file = LargeFile::create(&self.dir.join(name))?;
+        file.write(&(header.len() as u64).to_le_bytes())?;
+        file.write(&header)?;
+        for (_, stored) in wrapper::others(others) {
+            stored.bytes.chunks(PIECE).try_for_each(|piece| file.write(piece))?;
+        }
+        file.finish()?;
+        others.release();
+        Ok(start)
     }
 }
 
@@ -236,7 +281,7 @@ fn tensors(specs: &[ParamSpec]) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
-fn header(prefix: &str, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
+fn header(names: Names, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let name = match dtype {
         DType::F32 => "F32",
         DType::Bf16 => "BF16",
@@ -249,10 +294,14 @@ fn header(prefix: &str, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
         let shape = if first.file.is_some() { first.file_shape() } else { first.shape.clone() };
         let end = start + shape.iter().product::<usize>() * dtype.bytes();
         let entry = json!({"dtype": name, "shape": shape, "data_offsets": [start, end]});
-        entries.insert(format!("{prefix}{}", first.file_name()), entry);
+        entries.insert(names.of(first), entry);
         start = end;
     }
-    let mut header = serde_json::Value::Object(entries).to_string().into_bytes();
+    padded(entries)
+}
+
+fn padded(entries: Map<String, Value>) -> Vec<u8> {
+    let mut header = Value::Object(entries).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');
     header
 }

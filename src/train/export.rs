@@ -98,7 +98,7 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
         let spec = ModelSpec::actor(&run.config, weights.table.head());
         let config = adapter_config(&run.config, &ModelSpec { dir: actor.dir.clone(), ..spec.located(&run.config)? })?;
         let (params, own) = (merged.shapes(), Arc::new(actor.whole()));
-        let begin = || Export::begin_adapter(out, &config, tuning, &params, &own, dtype);
+        let begin = || Export::begin_adapter(out, &config, tuning, &params, &own, dtype, arch.wrapper.is_some());
         return collected(is_first, begin, |take| collect(arch, weights, &run.ranks.axes, take));
     }
     if run.ranks.axes.tensor.size() == 1 && !weights.is_sharded() {

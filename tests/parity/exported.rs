@@ -2,7 +2,7 @@
 
 use crate::models::arch;
 use crate::names;
-use crate::parity::golden::{LANGUAGE_MODELS, Model, REWARD_MODELS, directory};
+use crate::parity::golden::{DENSE_MODELS, LANGUAGE_MODELS, Model, REWARD_MODELS, directory};
 use crate::parity::refused::{copy, edit_safetensors};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
@@ -108,6 +108,33 @@ fn a_bf16_model_keeps_its_bits_through_either_working_dtype_and_in_shards() {
         let (_, again) = load::load(Device::Cpu, &out, Head::LanguageModel, dtype, 0).unwrap();
         let range = 0..weights.table.len();
         assert_eq!(weights.to_master(range.clone())[..], again.to_master(range)[..]);
+    }
+}
+
+/// The joined and reordered matrices, and the tensors around a language model, are those of the source.
+#[test]
+fn exports_have_the_tensors_of_their_source_under_its_names() {
+    let scratch = tempfile::tempdir().expect("a directory");
+    for name in DENSE_MODELS {
+        let (source, out) = (directory(name), scratch.path().join(name));
+        let (arch, weights) = load::load(Device::Cpu, &source, Head::LanguageModel, DType::F32, 0).expect("a model");
+        export::export(&out, &arch, &weights, DType::F32, Some(&source)).expect("it is written");
+        let again = load::load(Device::Cpu, &out, Head::LanguageModel, DType::F32, 0).expect("an export").1;
+        assert_eq!(floats(&weights), floats(&again), "{name}");
+        let (theirs, ours) = (tensors(&source), tensors(&out));
+        let shapes = |all: &BTreeMap<String, (String, Vec<usize>, Vec<u8>)>| {
+            all.iter().map(|(name, (_, shape, _))| (name.clone(), shape.clone())).collect::<Vec<_>>()
+        };
+        assert_eq!(shapes(&ours), shapes(&theirs), "{name}");
+        for (tensor, (dtype, _, bytes)) in &theirs {
+            let is_other = tensor.contains("vision_tower") || tensor.contains("multi_modal");
+            assert!(!is_other || (dtype, bytes) == (&ours[tensor].0, &ours[tensor].2), "{name}: {tensor}");
+        }
+        let config = json_of(&out.join("config.json"));
+        assert_eq!(
+            config.get("text_config").is_some(),
+            json_of(&source.join("config.json")).contains_key("text_config")
+        );
     }
 }
 

@@ -163,7 +163,8 @@ fn an_adapter_that_is_written_has_the_tensors_and_the_settings_of_peft() {
         for dtype in [DType::Bf16, DType::F32] {
             let (out, table) = (to.join(&name), Arc::new(table_of(&values)));
             let AdapterFiles { config, tuning, .. } = &read;
-            let mut export = Export::begin_adapter(&out, config, tuning, &params, &table, dtype).expect("it begins");
+            let mut export =
+                Export::begin_adapter(&out, config, tuning, &params, &table, dtype, false).expect("it begins");
             for (i, spec) in table.specs().iter().enumerate() {
                 export.rows(i, &values[&spec.name].1).expect("rows");
             }
