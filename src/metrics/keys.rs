@@ -91,6 +91,15 @@ table! {
     GRAD_NORM_CRITIC = "grad_norm_critic", "optim", One,
         "Global gradient norm of the critic before the clip, mean over the updates of the step.";
     GRAD_NORM_CRITIC_MAX = "grad_norm_critic_max", "optim", One, "The largest grad_norm_critic of the step.";
+    ADAPTER_NORM_RATIO_MEAN = "adapter_norm_ratio_mean", "optim", One,
+        "Norm of an adapter's change of a matrix of model.actor, divided by the norm of the frozen matrix: ||s B A||_F / ||W||_F, mean over \
+         its adapters after the step. Measured at the first step, and at steps with an evaluation or a checkpoint.";
+    ADAPTER_NORM_RATIO_MAX = "adapter_norm_ratio_max", "optim", One,
+        "The largest ratio in adapter_norm_ratio_mean. adapters.json and the report name its matrix.";
+    ADAPTER_NORM_RATIO_CRITIC_MEAN = "adapter_norm_ratio_critic_mean", "optim", One,
+        "adapter_norm_ratio_mean of the critic's adapters.";
+    ADAPTER_NORM_RATIO_CRITIC_MAX = "adapter_norm_ratio_critic_max", "optim", One,
+        "adapter_norm_ratio_max of the critic's adapters.";
     LR = "lr", "optim", One, "Learning rate of model.actor, mean over the updates of the step, in every kind of job.";
     LR_ACTOR = "lr_actor", "optim", One, "The same as lr, in ppo jobs.";
     LR_CRITIC = "lr_critic", "optim", One, "Learning rate of the critic, mean over the updates of the step.";

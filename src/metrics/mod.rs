@@ -3,6 +3,7 @@
 //!
 //! [`Recorder`] owns them all. Rank 0 writes. Other ranks have a silent one.
 
+pub mod adapter_ratios;
 mod curves;
 mod display;
 pub mod eval_rows;

@@ -36,8 +36,11 @@ const COLUMNS: [(&str, &str, Need); 7] = [
     (keys::RESPONSE_TOKENS_MEAN, "length", Need::High),
     (keys::CLIP_RATIO, "clip", Need::Low),
 ];
-const COLUMNS_LAST: [(&str, &str, Need); 2] =
-    [(keys::GRAD_NORM, "grad norm", Need::Low), (keys::VALUE_LOSS, "value loss", Need::Low)];
+const COLUMNS_LAST: [(&str, &str, Need); 3] = [
+    (keys::GRAD_NORM, "grad norm", Need::Low),
+    (keys::VALUE_LOSS, "value loss", Need::Low),
+    (keys::ADAPTER_NORM_RATIO_MEAN, "adapter ratio", Need::Low),
+];
 
 /// The need for a field of a line. A narrow terminal leaves out fields of the lowest need first, from the last one on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -5,6 +5,7 @@
 
 pub mod adapter_config;
 pub mod adapter_files;
+mod adapter_norms;
 pub mod arch;
 pub mod bitsandbytes;
 mod block_spec;
@@ -45,6 +46,7 @@ mod tensor_files;
 mod vocabulary;
 mod wrapper;
 
+pub use adapter_norms::AdapterNorms;
 pub use arch::{Arch, Head};
 pub use block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, NormSpec, Norms, QkNorm};
 pub use config_json::unapplied_sampling;

@@ -157,7 +157,8 @@ impl Weights {
         Unit { own: self.own_unit(index), base: self.base.as_ref().map(|base| base.own_unit(index)) }
     }
 
-    fn own_unit(&self, index: usize) -> Held<'_> {
+    /// The same without those of the base.
+    pub(super) fn own_unit(&self, index: usize) -> Held<'_> {
         let Some(gathered) = self.gathered_on_use(index) else { return self.here(index) };
         let mut cache = lock(&gathered.cache);
         if let Some((held, values)) = &cache.held

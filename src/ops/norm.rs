@@ -1,9 +1,34 @@
-//! Sums of squares for the global gradient norm.
+//! Sums of squares: for the global gradient norm, and for the norms of matrices.
 
 use crate::device::cpu::norm as cpu;
 use crate::device::cuda::{self, Memory};
 use crate::device::null;
-use crate::tensor::Slice;
+use crate::dtype::DType;
+use crate::tensor::{Flat, Slice};
+
+/// The number of values that `sum_of_squares` sums at a time, and of those with a sum of their own.
+const PIECE: usize = 1 << 20;
+const BLOCK: usize = 4096;
+
+/// The f64 sum of the squares of values of any type. bf16 values are widened a few MiB at a time.
+pub fn sum_of_squares(x: Slice) -> f64 {
+    let of_piece = |x: Slice| -> f64 {
+        let squares = match x {
+            Slice::Bf16(bits) => {
+                let wide: Vec<f32> = bits.iter().map(|x| f32::from_bits(u32::from(*x) << 16)).collect();
+                sums_of_squares(&wide[..], BLOCK)
+            }
+            Slice::Cuda(bits) if bits.dtype() == DType::Bf16 => {
+                let mut wide = Flat::on_gpu(DType::F32, bits.len());
+                cuda::copy::cast(bits, wide.all_mut().cuda());
+                sums_of_squares(wide.all(), BLOCK)
+            }
+            x => sums_of_squares(x, BLOCK),
+        };
+        squares.iter().sum()
+    };
+    (0..x.len()).step_by(PIECE).map(|start| of_piece(x.part(start..(start + PIECE).min(x.len())))).sum()
+}
 
 /// One f64 sum per block of `block` values of `x` (the last may be shorter), each in a fixed order.
 pub fn sums_of_squares<'a>(x: impl Into<Slice<'a>>, block: usize) -> Vec<f64> {

@@ -2,6 +2,7 @@
 //! record, export.
 
 use super::about::{about, about_models};
+use super::adapters::Adapters;
 use super::export;
 use super::inputs::{self, Hashed};
 use super::models::{self, JobModel, ModelSpec};
@@ -359,6 +360,7 @@ impl<J: Job> Opened<J> {
                 return Err(run.stopped(self.state.step));
             }
         }
+        let adapters = Adapters::new(run, &self.job.learners());
         while !self.is_over(run) {
             let mut step = Step {
                 number: self.state.step + 1,
@@ -368,7 +370,7 @@ impl<J: Job> Opened<J> {
             };
             let made = self.job.step(run, &mut step);
             self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
-            let metrics = match made {
+            let mut metrics = match made {
                 Ok(metrics) => metrics,
                 Err(Ended::Failed(error)) => return Err(error),
                 Err(Ended::Unfinished { work, took_rows, error }) => {
@@ -389,6 +391,7 @@ impl<J: Job> Opened<J> {
             for text in self.warnings.of_step(&metrics, found).into_iter().chain(waited) {
                 run.recorder.warn(&text);
             }
+            metrics.extend(adapters.measure(run, step.number, self.steps, &self.job.learners())?);
             let flops = step_metrics::flops(run, &self.arch, &J::shape(&run.config), &step.lengths);
             step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?;
             self.between_steps(run)?;
@@ -397,8 +400,8 @@ impl<J: Job> Opened<J> {
     }
 
     fn between_steps(&mut self, run: &mut Run) -> Result<()> {
-        let (step, every) = (self.state.step, run.config.eval.every_steps);
-        self.state.eval_due = every > 0 && (step.is_multiple_of(every) || step == self.steps);
+        let step = self.state.step;
+        self.state.eval_due = run.config.eval.due(step, self.steps);
         let is_best = self.state.eval_due && self.evaluate(run, step)?;
         let is_over = self.is_over(run);
         let stop = self.state.eval_due || (!is_over && run.stop_requested());

@@ -1,6 +1,7 @@
 //! The algorithms, one per page, and the state that a resume restores.
 
 mod about;
+mod adapters;
 mod best;
 mod config_diff;
 mod export;

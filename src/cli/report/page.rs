@@ -10,6 +10,7 @@ use super::text::{escape, put};
 use crate::config::Config;
 use crate::config::method::distill::CE_MEAN;
 use crate::config::method::labelled::{DESIRABLE_REWARD_MEAN, UNDESIRABLE_REWARD_MEAN};
+use crate::metrics::adapter_ratios::RoleRatios;
 use crate::metrics::{eval_table, keys, name_of_rows};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,6 +39,11 @@ const UPDATES: &[(&str, &[&str])] = &[
     ("Gradient norm", &[keys::GRAD_NORM]),
     ("Gradient norm, actor", &[keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX]),
     ("Gradient norm, critic", &[keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX]),
+    ("Adapters relative to their matrices", &[keys::ADAPTER_NORM_RATIO_MEAN, keys::ADAPTER_NORM_RATIO_MAX]),
+    (
+        "Adapters of the critic relative to their matrices",
+        &[keys::ADAPTER_NORM_RATIO_CRITIC_MEAN, keys::ADAPTER_NORM_RATIO_CRITIC_MAX],
+    ),
     ("Learning rate", &[keys::LR]),
     ("Learning rate, actor", &[keys::LR_ACTOR]),
     ("Learning rate, critic", &[keys::LR_CRITIC]),
@@ -78,7 +84,7 @@ pub fn render_page(sources: &mut [Source]) -> String {
     };
     page.learning(&scores);
     page.evaluations(&keys);
-    let updates = page.plots(UPDATES);
+    let updates = page.plots(UPDATES) + &page.adapters();
     page.section("Updates", &updates, "");
     page.times();
     page.memory_and_rows();
@@ -217,6 +223,20 @@ impl Page<'_> {
     /// The title of a figure of one run.
     fn title(&self, title: &str, source: &Source) -> String {
         if self.sources.len() == 1 { title.to_string() } else { format!("{title}, {}", source.name) }
+    }
+
+    /// The adapters that are largest relative to their matrices.
+    fn adapters(&self) -> String {
+        let of = |source: &Source| {
+            let (step, roles) = source.adapters.as_ref().map(|ratios| (ratios.step, &ratios.roles))?;
+            let figure = |role: &RoleRatios| {
+                let title = self.title(&format!("Largest adapters of the {}, step {step}", role.role), source);
+                let caption = format!("<figcaption><b>{}</b></figcaption>", escape(&title));
+                format!("<figure class=\"plot\">{caption}{}</figure>", facts::adapters(role))
+            };
+            Some(roles.iter().map(figure).collect::<String>())
+        };
+        self.sources.iter().filter_map(of).collect()
     }
 
     fn times(&mut self) {

@@ -3,6 +3,7 @@
 use crate::config;
 use crate::data::Ledger;
 use crate::error::{Error, Result};
+use crate::metrics::adapter_ratios::AdapterRatios;
 use crate::metrics::keys::{self, Unit};
 use crate::metrics::{Line, jsonl, recorded};
 use crate::sys::files;
@@ -22,6 +23,7 @@ pub struct Source {
     /// The steps and values of each key.
     points: BTreeMap<String, Vec<(f64, f64)>>,
     pub ledger: Option<Ledger>,
+    pub adapters: Option<AdapterRatios>,
     /// The recorded steps, ascending.
     pub recorded: Vec<u64>,
     pub tokenizer: Option<Tokenizer>,
@@ -50,6 +52,7 @@ impl Source {
             points: points_of(&lines),
             lines,
             ledger: None,
+            adapters: None,
             recorded: Vec::new(),
             tokenizer: None,
             lacks,
@@ -59,6 +62,7 @@ impl Source {
         let named = source.config.get("job.name").filter(|name| !name.is_empty()).cloned();
         source.name = named.unwrap_or_else(|| name_of(&source.dir));
         source.ledger = source.try_read(ledger(&source.dir)).flatten();
+        source.adapters = source.try_read(AdapterRatios::read(&source.dir)).flatten();
         source.recorded = source.try_read(recorded::steps(&source.dir)).unwrap_or_default();
         if !source.recorded.is_empty() {
             source.tokenizer = source.try_read(source.find_tokenizer()).flatten();

@@ -39,6 +39,11 @@ impl EvalConfig {
         Ok(())
     }
 
+    /// Whether an evaluation is due after `step` (from 1) of `steps`.
+    pub fn due(&self, step: u64, steps: u64) -> bool {
+        self.every_steps > 0 && (step == steps || step.is_multiple_of(self.every_steps))
+    }
+
     /// Whether samples use a temperature of their own instead of the rollout's.
     pub fn draws(&self) -> bool {
         self.temperature > 0.0

@@ -1,0 +1,133 @@
+//! The sizes of adapters relative to their matrices: ||s B A||_F / ||W||_F.
+//!
+//! ||B A||_F^2 = tr((B^T B)(A A^T)), so no product is larger than rank x rank. A tensor rank holds the same part of
+//! B A as of W, and the squares of the parts add up.
+
+use super::arch::Arch;
+use super::params::ParamId;
+use super::tuning::adapter_names;
+use super::weights::{Weights, pack};
+use crate::comm::Axes;
+use crate::ops::norm;
+use rayon::prelude::*;
+
+/// The adapters of a model, with the norms of their frozen matrices.
+pub struct AdapterNorms {
+    adapters: Vec<Measured>,
+}
+
+struct Measured {
+    matrix: String,
+    unit: usize,
+    a: ParamId,
+    b: ParamId,
+    scale: f64,
+    /// The number of tensor ranks that hold each element of W, and of B A.
+    copies: usize,
+    /// ||W||_F
+    norm: f64,
+}
+
+impl AdapterNorms {
+    /// Measures the matrices of all adapters in f64, as the model multiplies by them: rounded to its dtype, and for a
+    /// base in nf4 dequantized. A matrix of zeros is left out. All ranks of `axes` call this.
+    pub fn new(arch: &Arch, weights: &Weights, axes: &Axes) -> Self {
+        let Some((tuning, base)) = arch.tuning.as_deref().zip(weights.base.as_deref()) else {
+            return Self { adapters: Vec::new() };
+        };
+        let find = |name: &str| weights.table.find(name).expect("the table has what trains");
+        let found = tuning.adapters.iter().map(|(matrix, adapter)| {
+            let [a, b] = adapter_names(matrix).map(|name| find(&name));
+            let (unit, scale) = (weights.table.unit_of(a), f64::from(adapter.scale));
+            Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, copies: 1, norm: 0.0 }
+        });
+        let mut adapters: Vec<Measured> = found.collect();
+        adapters.sort_by_key(|adapter| adapter.a);
+        let mut squares = vec![0.0; adapters.len()];
+        for (adapter, square) in adapters.iter_mut().zip(&mut squares) {
+            let id = base.table.find(&adapter.matrix).expect("the base has what is frozen");
+            let (spec, held) = (base.table.spec(id), base.here(base.table.unit_of(id)));
+            let (range, here) = (spec.range(), held.values().range());
+            let part = range.start.max(here.start)..range.end.min(here.end);
+            adapter.copies = spec.copies;
+            if part.start < part.end {
+                *square = norm::sum_of_squares(held.values().part(&part)) / spec.copies as f64;
+            }
+        }
+        base.release();
+        if base.is_sharded() {
+            axes.zero.all_reduce_sum_f64(&mut squares);
+        }
+        axes.tensor.all_reduce_sum_f64(&mut squares);
+        adapters.iter_mut().zip(squares).for_each(|(adapter, square)| adapter.norm = square.sqrt());
+        adapters.retain(|adapter| adapter.norm > 0.0);
+        Self { adapters }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.adapters.is_empty()
+    }
+
+    /// ||s B A||_F / ||W||_F of each matrix, by its name, in the order of the model. Sharded weights are gathered one
+    /// layer at a time. Changes no values. All ranks of `axes` call this.
+    pub fn ratios(&self, weights: &Weights, axes: &Axes) -> Vec<(String, f64)> {
+        let (table, mut squares) = (&*weights.table, Vec::with_capacity(self.adapters.len()));
+        for of_unit in self.adapters.chunk_by(|one, next| one.unit == next.unit) {
+            let held = weights.own_unit(of_unit[0].unit);
+            let ranges = || of_unit.iter().flat_map(|adapter| [adapter.a, adapter.b]).map(|id| table.spec(id));
+            let start = ranges().map(|spec| spec.range().start).min().expect("a unit with adapters");
+            let end = ranges().map(|spec| spec.range().end).max().expect("a unit with adapters");
+            let mut flat = vec![0.0; end - start];
+            held.values().to_master(&(start..end), &mut flat);
+            let values = |id| {
+                let spec = table.spec(id);
+                (pack::unpack(spec, &flat[spec.offset - start..][..spec.len]), spec.dims())
+            };
+            let square = |adapter: &Measured| {
+                let (a, (rank, width)) = values(adapter.a);
+                square_of_product(&a, &values(adapter.b).0, [rank, width]) / adapter.copies as f64
+            };
+            squares.par_extend(of_unit.par_iter().map(square));
+        }
+        weights.release();
+        axes.tensor.all_reduce_sum_f64(&mut squares);
+        let ratio = |(adapter, square): (&Measured, f64)| {
+            (adapter.matrix.clone(), adapter.scale.abs() * square.sqrt() / adapter.norm)
+        };
+        self.adapters.iter().zip(squares).map(ratio).collect()
+    }
+}
+
+/// ||B A||_F^2 in f64, for row-major A (rank, width) and B (n, rank).
+fn square_of_product(a: &[f32], b: &[f32], [rank, width]: [usize; 2]) -> f64 {
+    let a: Vec<f64> = a.iter().map(|x| f64::from(*x)).collect();
+    // B^T B, whose rows below the diagonal repeat those above.
+    let mut inner_b = vec![0.0; rank * rank];
+    let mut row = vec![0.0; rank];
+    for of_row in b.chunks_exact(rank) {
+        row.iter_mut().zip(of_row).for_each(|(wide, x)| *wide = f64::from(*x));
+        for (i, x) in row.iter().enumerate() {
+            inner_b[i * rank + i..(i + 1) * rank].iter_mut().zip(&row[i..]).for_each(|(sum, y)| *sum += x * y);
+        }
+    }
+    let row_of_a = |i: usize| &a[i * width..(i + 1) * width];
+    let mut trace = 0.0;
+    for i in 0..rank {
+        trace += inner_b[i * rank + i] * dot(row_of_a(i), row_of_a(i));
+        for j in i + 1..rank {
+            trace += 2.0 * inner_b[i * rank + j] * dot(row_of_a(i), row_of_a(j));
+        }
+    }
+    trace.max(0.0)
+}
+
+/// A sum in lanes, which the compiler can keep in vectors.
+fn dot(x: &[f64], y: &[f64]) -> f64 {
+    const LANES: usize = 8;
+    let mut lanes = [0.0; LANES];
+    let (x_rest, y_rest) = (x.chunks_exact(LANES).remainder(), y.chunks_exact(LANES).remainder());
+    for (x, y) in x.chunks_exact(LANES).zip(y.chunks_exact(LANES)) {
+        lanes.iter_mut().zip(x.iter().zip(y)).for_each(|(sum, (x, y))| *sum += x * y);
+    }
+    lanes.iter().sum::<f64>() + x_rest.iter().zip(y_rest).map(|(x, y)| x * y).sum::<f64>()
+}
