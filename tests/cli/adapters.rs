@@ -93,6 +93,33 @@ fn adapters_of_peft_have_its_results_with_their_base_alone_and_merged() {
     }
 }
 
+/// Adapters of rank r have r (inputs + outputs) parameters. The model has two layers of width 32, with 16 outputs of keys
+/// and values, and MLPs of width 64.
+#[test]
+fn the_banner_lists_the_trained_parameters_of_each_matrix_and_their_number() {
+    let fixture = Fixture::new();
+    for (sets, wanted) in [
+        ("lora.rank=3 lora.targets=[\"q_proj\",\"down_proj\"]", "trains 960 (down_proj 576, q_proj 384)"),
+        (
+            "lora.rank=2 lora.targets=[\"k_proj\"] lora.layers=[1] lora.train_also=[\"model.norm\"]",
+            "trains 128 (k_proj 96, norm 32)",
+        ),
+        (
+            "lora.rank=1 lora.targets=[\"v_proj\"] lora.rank_pattern={\"layers.1.self_attn.v_proj\"=4}",
+            "trains 240 (v_proj 240)",
+        ),
+        (
+            "model.freeze=[\"embed_tokens\",\"lm_head\",\"attention\",\"mlp\"]",
+            "trains 160 (input_layernorm 64, norm 32, post_attention_layernorm 64)",
+        ),
+    ] {
+        let line = sets.split(' ').chain(["--dry-run", "job.kind=sft", "data.prompts=demonstrations"]);
+        let stderr = fixture.job(&line.collect::<Vec<_>>()).well().stderr;
+        let row = stderr.lines().find(|line| line.trim_start().starts_with("trains ")).unwrap_or_default();
+        assert!(row.contains(&format!("{wanted}, on a frozen base; ")), "{sets}: {stderr}");
+    }
+}
+
 #[test]
 fn an_exported_checkpoint_is_the_adapter_or_with_merged_the_model_that_samples_like_its_job() {
     let fixture = Fixture::new();

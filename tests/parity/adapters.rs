@@ -1,14 +1,14 @@
 //! Models with adapters against PEFT, and frozen bases in nf4.
 
-use crate::models::relative_gap;
+use crate::models::{norm, relative_gap};
 use crate::parity::golden::{
-    ENTROPY_COEF, LANGUAGE_MODELS, Model, REWARD_MODELS, check_gradients, directory, gap, weights,
+    ENTROPY_COEF, LANGUAGE_MODELS, Model, REWARD_MODELS, adapter, check_gradients, directory, gap, weights,
 };
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::model::load::{ModelFiles, load_base};
-use rlhf_hpc::model::{Arch, Gradients, Head, ParamId, Saved, Weights, pack};
+use rlhf_hpc::model::load::{ModelFiles, adapted, load_base};
+use rlhf_hpc::model::{AdapterNorms, Arch, Gradients, Head, ParamId, Saved, Weights, pack};
 use rlhf_hpc::tensor::nf4::Nf4;
 use rlhf_hpc::tensor::{DType, Slice};
 
@@ -61,6 +61,63 @@ fn recomputation_does_not_change_the_gradients_of_adapters() {
     }
 }
 
+/// The values of a parameter in memory order.
+fn matrix(weights: &Weights, id: ParamId) -> Vec<f32> {
+    match weights.unit(weights.table.unit_of(id)).weight(id).values {
+        Slice::F32(values) => values.to_vec(),
+        Slice::Bf16(values) => values.iter().map(|x| f32::from_bits(u32::from(*x) << 16)).collect(),
+        Slice::Cuda(_) => unreachable!("a model on the CPU"),
+    }
+}
+
+/// ||s B A||_F of one adapter, from every element of the product.
+fn product_norm(weights: &Weights, module: &str, scale: f64) -> f64 {
+    let [(a, [rank, width]), (b, [n, _])] = ["A", "B"].map(|part| {
+        let id = weights.table.find(&format!("{module}.lora_{part}.weight")).expect("it is there");
+        let spec = weights.table.spec(id);
+        let (rows, columns) = spec.dims();
+        (pack::unpack(spec, &weights.to_master(spec.range())), [rows, columns])
+    });
+    let element = |i: usize, j: usize| -> f64 {
+        (0..rank).map(|r| f64::from(b[i * rank + r]) * f64::from(a[r * width + j])).sum::<f64>() * scale
+    };
+    (0..n).flat_map(|i| (0..width).map(move |j| (i, j))).map(|(i, j)| element(i, j).powi(2)).sum::<f64>().sqrt()
+}
+
+/// Plain adapters and rslora (llama3, reward-qwen2), on bases in both dtypes and in nf4.
+#[test]
+fn the_sizes_of_adapters_relative_to_their_matrices_are_those_of_the_whole_product() {
+    for (name, head, dtype, quantize) in [
+        ("llama2", Head::LanguageModel, DType::F32, false),
+        ("llama3", Head::LanguageModel, DType::F32, false),
+        ("llama3", Head::LanguageModel, DType::Bf16, true),
+        ("mistral", Head::LanguageModel, DType::Bf16, false),
+        ("qwen2", Head::LanguageModel, DType::F32, true),
+        ("reward-qwen2", Head::Value, DType::F32, false),
+    ] {
+        let (dir, from, axes) = (directory(name), adapter(name), Axes::one());
+        let arch = adapted(&dir, Some(&from), head).expect("an adapter");
+        let files = ModelFiles { dir: &dir, adapter: Some(&from), arch: &arch, head };
+        let base = load_base(Device::Cpu, &files, &files.frozen(), dtype, &axes, 0, true, quantize).expect("a base");
+        let mut weights = files.weights(Device::Cpu, Some(base.clone()), dtype, 0, &axes, 0).expect("weights").0;
+        let (norms, adapters) = (AdapterNorms::new(&arch, &weights, &axes), &arch.tuning.as_ref().unwrap().adapters);
+        let ratios = norms.ratios(&weights, &axes);
+        assert_eq!(ratios.len(), adapters.len(), "{name}");
+        for (matrix_name, ratio) in &ratios {
+            let module = matrix_name.strip_suffix(".weight").expect("a matrix");
+            let frozen = matrix(&base, base.table.find(matrix_name).expect("it is frozen"));
+            let want = product_norm(&weights, module, f64::from(adapters[module].scale)) / norm(frozen.into_iter());
+            let apart = (ratio - want).abs() / want;
+            assert!(want > 1e-3 && apart < 1e-12, "{name}: {matrix_name} has {ratio}, of the product {want}");
+        }
+        // A new adapter has B = 0.
+        for spec in weights.table.clone().specs().iter().filter(|spec| spec.name.contains("lora_B")) {
+            weights.store_master(spec.range(), &vec![0.0; spec.len]);
+        }
+        assert!(norms.ratios(&weights, &axes).iter().all(|(_, ratio)| *ratio == 0.0), "{name}");
+    }
+}
+
 /// The bits of a matrix in nf4 are those of its dequantized values, rounded to bf16 once.
 #[test]
 fn layers_of_a_base_in_nf4_have_the_dequantized_values() {
@@ -75,12 +132,7 @@ fn layers_of_a_base_in_nf4_have_the_dequantized_values() {
         for (index, spec) in exact.table.specs().iter().enumerate() {
             let id = ParamId::own(index);
             let unit = exact.table.unit_of(id);
-            let values = |weights: &Weights| match weights.unit(unit).weight(id).values {
-                Slice::F32(values) => values.to_vec(),
-                Slice::Bf16(values) => values.iter().map(|x| f32::from_bits(u32::from(*x) << 16)).collect(),
-                Slice::Cuda(_) => unreachable!("a model on the CPU"),
-            };
-            let [exact_values, got] = [values(&exact), values(&quantized)];
+            let [exact_values, got] = [&exact, &quantized].map(|weights| matrix(weights, id));
             if !exact.table.is_quantized(unit) || spec.shape.len() < 2 {
                 assert_eq!(got, exact_values, "{name}: {}", spec.name);
                 continue;

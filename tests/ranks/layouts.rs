@@ -14,7 +14,7 @@ use rlhf_hpc::learn::{Learner, Role};
 use rlhf_hpc::model::collect::{append_bytes, store_whole};
 use rlhf_hpc::model::partition::Shards;
 use rlhf_hpc::model::tuning::{Adapter, Tuning};
-use rlhf_hpc::model::{Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
+use rlhf_hpc::model::{AdapterNorms, Arch, Head, ParamSpec, ParamTable, TensorPart, Weights, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::tensor::DType;
@@ -215,6 +215,8 @@ pub struct Left {
     pub sums: Sums,
     /// The norms of the gradients of actor and critic.
     pub norms: [f64; 2],
+    /// The sizes of their adapters before the update, relative to their matrices.
+    pub ratios: Vec<(String, f64)>,
     pub vectors: Vec<(String, Vec<f32>)>,
 }
 
@@ -224,11 +226,16 @@ pub fn update(arch: &Arch, config: &Config, samples: &[Experience], axes: &Axes,
         let setting = Setting { arch: arch.clone(), head, dtype: DType::F32, config: config.clone() };
         setting.learner(5, axes, stage).expect("a learner")
     });
+    let of_adapters = |learner: &Learner| {
+        let weights = &learner.role.weights;
+        AdapterNorms::new(arch, weights, axes).ratios(weights, axes)
+    };
+    let ratios = [&actor, &critic].into_iter().flat_map(of_adapters).collect();
     let update = Update { config, axes, kl_beta: 0.05, texts: &texts(&[5, 40, 2, 17, 1, 61]) };
     let sums = update.minibatch(&mut actor, Some(&mut critic), &chosen).expect("a finite gradient");
     let kept = [(&actor, Vector::First), (&actor, Vector::Master), (&critic, Vector::First), (&critic, Vector::Master)];
     let vectors = kept.into_iter().flat_map(|(learner, what)| whole(learner, what, axes)).collect();
-    Left { sums, norms: [actor.report.grad_norm, critic.report.grad_norm], vectors }
+    Left { sums, norms: [actor.report.grad_norm, critic.report.grad_norm], ratios, vectors }
 }
 
 /// The largest relative gap of a gradient or weight tensor.
@@ -239,6 +246,10 @@ pub fn assert_near(who: &str, got: &Left, want: &Left) -> f64 {
     }
     for (a, b) in got.norms.iter().zip(&want.norms) {
         assert!((a - b).abs() <= TOLERANCE * b.abs(), "{who}: a gradient's norm is {a}, of one rank {b}");
+    }
+    assert_eq!(got.ratios.len(), want.ratios.len(), "{who}");
+    for ((name, a), (_, b)) in got.ratios.iter().zip(&want.ratios) {
+        assert!((a - b).abs() <= 1e-12 * b && *b > 0.0, "{who}: the adapter of {name} has {a}, of one rank {b}");
     }
     let mut largest = 0.0f64;
     for ((name, got), (_, want)) in got.vectors.iter().zip(&want.vectors) {

@@ -34,6 +34,10 @@ fn jobs_of_adapters_have_the_metrics_of_one_rank_and_resume_bitwise() {
         let alone = job(format!("tuned-{name}-alone")).with("checkpoint.every_steps=0").done();
         let layout = layout(i, kind);
         let whole = job(format!("tuned-{name}-whole")).on(2).with(layout).done();
+        let [last, of_one] =
+            [&whole, &alone].map(|job| job.numbers("adapter_norm_ratio_max").last().copied().unwrap_or_default());
+        assert!((last - of_one).abs() <= 1e-4 * of_one, "{name}: adapters on {layout}: {last} against {of_one}");
+        assert_eq!(of_one > 0.0, kind.contains("lora"), "{name}: {of_one}");
         for key in ["loss", "grad_norm"] {
             for (a, b) in whole.numbers(key).into_iter().zip(alone.numbers(key)) {
                 assert!((a - b).abs() <= 1e-4 * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
@@ -70,6 +74,41 @@ fn ppo_with_adapters_samples_from_the_trained_model_on_any_layout() {
             whole.rewound(&format!("tuned-ppo-{name}-again"), 2).done().assert_same(&whole);
         }
     }
+}
+
+#[test]
+fn adapters_start_without_size_and_grow_and_the_report_names_the_largest() {
+    let keys = ["adapter_norm_ratio_mean", "adapter_norm_ratio_max"];
+    let job =
+        |name: &str| Job::sft(&format!("tuned-sizes-{name}")).with(ADAPTERS).with("optim.actor.schedule=constant");
+    let still = job("still").with("optim.actor.lr=0 job.steps=2").done();
+    let grown = job("grown").done();
+    let steps: Vec<_> =
+        grown.metrics().iter().filter(|line| line.contains_key(keys[0])).map(|l| l["step"].clone()).collect();
+    assert_eq!(steps, [1, 2, 4, 6, 8], "the first step, and each with a checkpoint");
+    for key in keys {
+        assert_eq!(still.numbers(key), [0.0, 0.0], "{key}");
+        let values = grown.numbers(key);
+        assert!(values[0] > 0.0 && values.is_sorted_by(|a, b| a < b) && values[4] < 1.0, "{key}: {values:?}");
+    }
+    let ratios: Value = serde_json::from_slice(&grown.read("adapters.json")).expect("JSON");
+    assert_eq!((&ratios["step"], &ratios["roles"][0]["role"]), (&8.into(), &"actor".into()));
+    let matrices = ratios["roles"][0]["matrices"].as_array().expect("a list");
+    let ratio = |matrix: &&Value| matrix["ratio"].as_f64().expect("a number");
+    let largest = matrices.iter().max_by(|a, b| ratio(a).total_cmp(&ratio(b))).expect("adapters");
+    let of_all = [matrices.iter().map(|matrix| ratio(&matrix)).sum::<f64>() / matrices.len() as f64, ratio(&largest)];
+    assert_eq!(matrices.len(), 14, "seven matrices in each of two layers");
+    for (key, value) in keys.into_iter().zip(of_all) {
+        assert!((grown.numbers(key)[4] - value).abs() < 1e-9, "{key}: {value}");
+    }
+    let report = String::from_utf8(grown.read("report.html")).expect("text");
+    let title = "<b>Largest adapters of the actor, step 8</b>";
+    let table = report.split(title).nth(1).expect("a table of adapters");
+    let first = table.split("<td>").nth(1).expect("a row");
+    assert!(first.starts_with(largest["name"].as_str().expect("a name")), "{first}");
+    assert!(
+        report.contains("<b>Adapters relative to their matrices</b>") && table.contains("The model has 14 adapters.")
+    );
 }
 
 #[test]
