@@ -1,7 +1,7 @@
 //! The sizes of adapters relative to their matrices: ||s B A||_F / ||W||_F.
 //!
 //! ||B A||_F^2 = tr((B^T B)(A A^T)), so no product is larger than rank x rank. A tensor rank holds the same part of
-//! B A as of W, and the squares of the parts add up.
+//! B A as of W, and the squares of the parts add up. Parts that several ranks hold count as often in both norms.
 
 use super::arch::Arch;
 use super::params::ParamId;
@@ -22,9 +22,7 @@ struct Measured {
     a: ParamId,
     b: ParamId,
     scale: f64,
-    /// The number of tensor ranks that hold each element of W, and of B A.
-    copies: usize,
-    /// ||W||_F
+    /// ||W||_F, times a constant that the norm of B A has, too.
     norm: f64,
 }
 
@@ -39,19 +37,18 @@ impl AdapterNorms {
         let found = tuning.adapters.iter().map(|(matrix, adapter)| {
             let [a, b] = adapter_names(matrix).map(|name| find(&name));
             let (unit, scale) = (weights.table.unit_of(a), f64::from(adapter.scale));
-            Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, copies: 1, norm: 0.0 }
+            Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, norm: 0.0 }
         });
         let mut adapters: Vec<Measured> = found.collect();
         adapters.sort_by_key(|adapter| adapter.a);
         let mut squares = vec![0.0; adapters.len()];
-        for (adapter, square) in adapters.iter_mut().zip(&mut squares) {
+        for (adapter, square) in adapters.iter().zip(&mut squares) {
             let id = base.table.find(&adapter.matrix).expect("the base has what is frozen");
-            let (spec, held) = (base.table.spec(id), base.here(base.table.unit_of(id)));
-            let (range, here) = (spec.range(), held.values().range());
+            let held = base.here(base.table.unit_of(id));
+            let (range, here) = (base.table.spec(id).range(), held.values().range());
             let part = range.start.max(here.start)..range.end.min(here.end);
-            adapter.copies = spec.copies;
             if part.start < part.end {
-                *square = norm::sum_of_squares(held.values().part(&part)) / spec.copies as f64;
+                *square = norm::sum_of_squares(held.values().part(&part));
             }
         }
         base.release();
@@ -85,7 +82,7 @@ impl AdapterNorms {
             };
             let square = |adapter: &Measured| {
                 let (a, (rank, width)) = values(adapter.a);
-                square_of_product(&a, &values(adapter.b).0, [rank, width]) / adapter.copies as f64
+                square_of_product(&a, &values(adapter.b).0, [rank, width])
             };
             squares.par_extend(of_unit.par_iter().map(square));
         }

@@ -106,9 +106,7 @@ fn adapters_start_without_size_and_grow_and_the_report_names_the_largest() {
     let table = report.split(title).nth(1).expect("a table of adapters");
     let first = table.split("<td>").nth(1).expect("a row");
     assert!(first.starts_with(largest["name"].as_str().expect("a name")), "{first}");
-    assert!(
-        report.contains("<b>Adapters relative to their matrices</b>") && table.contains("The model has 14 adapters.")
-    );
+    assert!(report.contains("<b>Relative size of adapters</b>") && table.contains("The model has 14 adapters."));
 }
 
 #[test]

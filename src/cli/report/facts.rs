@@ -94,23 +94,14 @@ const ADAPTERS_MAX: usize = 10;
 
 /// The adapters of a model that are largest relative to their matrices.
 pub fn adapters(role: &RoleRatios) -> String {
-    let mut out = String::from("<table class=\"rows\"><tr><th>matrix</th><th>ratio</th><th></th></tr>");
+    let mut out = String::from("<table class=\"rows\"><tr><th>matrix</th><th>ratio</th></tr>");
     let all = role.by_ratio();
-    let largest = all.first().map_or(0.0, |matrix| matrix.ratio).max(f64::MIN_POSITIVE);
     for MatrixRatio { name, ratio } in all.iter().take(ADAPTERS_MAX) {
-        put!(out, "<tr><td>{}</td><td>{}</td><td>{}</td></tr>", escape(name), number(*ratio), bar(ratio / largest));
+        put!(out, "<tr><td>{}</td><td>{}</td></tr>", escape(name), number(*ratio));
     }
     let about = "The norm of the adapter's change of a matrix, divided by the norm of the frozen matrix";
     put!(out, "</table><p class=\"note\">{about}. The model has {}.</p>", counted(all.len(), "adapter"));
     out
-}
-
-/// A bar in a table, for a share from 0 to 1.
-fn bar(share: f64) -> String {
-    let width = short(share * 100.0, 4);
-    format!(
-        "<svg viewBox=\"0 0 100 8\" preserveAspectRatio=\"none\"><rect class=\"bar\" width=\"{width}\" height=\"8\"/></svg>"
-    )
 }
 
 /// The use of the data rows.
@@ -124,7 +115,10 @@ pub fn rows(ledger: &Ledger) -> String {
     let whole = ledger.rows.max(1) as f64;
     for (name, rows) in rows.into_iter().filter(|(_, rows)| *rows > 0) {
         let share = rows as f64 / whole;
-        let bar = bar(share);
+        let bar = format!(
+            "<svg viewBox=\"0 0 100 8\" preserveAspectRatio=\"none\"><rect class=\"bar\" width=\"{}\" height=\"8\"/></svg>",
+            short(share * 100.0, 4)
+        );
         put!(out, "<tr><td>{}</td><td>{}</td><td>{bar}{}</td></tr>", escape(&name), grouped(rows), percent(share));
     }
     put!(out, "<tr><td>all</td><td>{}</td><td></td></tr></table>", grouped(ledger.rows));

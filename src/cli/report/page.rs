@@ -39,11 +39,8 @@ const UPDATES: &[(&str, &[&str])] = &[
     ("Gradient norm", &[keys::GRAD_NORM]),
     ("Gradient norm, actor", &[keys::GRAD_NORM_ACTOR, keys::GRAD_NORM_ACTOR_MAX]),
     ("Gradient norm, critic", &[keys::GRAD_NORM_CRITIC, keys::GRAD_NORM_CRITIC_MAX]),
-    ("Adapters relative to their matrices", &[keys::ADAPTER_NORM_RATIO_MEAN, keys::ADAPTER_NORM_RATIO_MAX]),
-    (
-        "Adapters of the critic relative to their matrices",
-        &[keys::ADAPTER_NORM_RATIO_CRITIC_MEAN, keys::ADAPTER_NORM_RATIO_CRITIC_MAX],
-    ),
+    ("Relative size of adapters", &[keys::ADAPTER_NORM_RATIO_MEAN, keys::ADAPTER_NORM_RATIO_MAX]),
+    ("Relative size of adapters, critic", &[keys::ADAPTER_NORM_RATIO_CRITIC_MEAN, keys::ADAPTER_NORM_RATIO_CRITIC_MAX]),
     ("Learning rate", &[keys::LR]),
     ("Learning rate, actor", &[keys::LR_ACTOR]),
     ("Learning rate, critic", &[keys::LR_CRITIC]),
