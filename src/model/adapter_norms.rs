@@ -34,10 +34,13 @@ impl AdapterNorms {
             return Self { adapters: Vec::new() };
         };
         let find = |name: &str| weights.table.find(name).expect("the table has what trains");
-        let found = tuning.adapters.iter().map(|(matrix, adapter)| {
-            let [a, b] = adapter_names(matrix).map(|name| find(&name));
-            let (unit, scale) = (weights.table.unit_of(a), f64::from(adapter.scale));
-            Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, norm: 0.0 }
+        // Parts of one tensor in the files share their A.
+        let found = weights.table.specs().iter().filter_map(|spec| {
+            let [matrix, module] = [&spec.name, spec.file_name()].map(|name| name.strip_suffix(".lora_B.weight"));
+            let (matrix, module) = matrix.zip(module)?;
+            let (a, b) = (find(&adapter_names(module)[0]), find(&spec.name));
+            let (unit, scale) = (weights.table.unit_of(b), f64::from(tuning.adapters[module].scale));
+            Some(Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, norm: 0.0 })
         });
         let mut adapters: Vec<Measured> = found.collect();
         adapters.sort_by_key(|adapter| adapter.a);

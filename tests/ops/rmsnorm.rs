@@ -40,7 +40,9 @@ impl Case {
     /// y, dx, dw in f64.
     fn naive(&self) -> [Vec<f64>; 3] {
         let (x, mut w, dy) = (wide(self.x.data()), wide(&self.w), wide(self.dy.data()));
-        w.iter_mut().for_each(|w| *w += f64::from(self.offset));
+        for w in &mut w {
+            *w += f64::from(self.offset);
+        }
         let (mut y, mut dx, mut dw) = (vec![0.0; x.len()], wide(self.dx.data()), wide(&self.dw));
         let n = w.len();
         for at in (0..x.len()).step_by(n) {
