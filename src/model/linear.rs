@@ -64,13 +64,19 @@ impl Linear {
         Self { weight, bias, adapter }
     }
 
+    /// W and b for the product with x.
+    fn factor<'a>(&self, w: &'a Unit, x: &Tensor) -> Factor<'a> {
+        Factor { w: w.operand(self.weight, x.rows()), bias: self.bias.map(|bias| w.vector(bias)) }
+    }
+
     /// y_i = x W_i^T + b_i, for projections with sharded outputs.
     pub(super) fn forward_each<const N: usize>(w: &Unit, x: &Tensor, linears: [&Self; N]) -> [Tensor; N] {
-        let mut results = linears.map(|linear| x.like(x.rows(), w.weight(linear.weight).n));
-        let mut each = results.iter_mut().zip(linears);
-        let outputs: [Output; N] = std::array::from_fn(|_| {
-            let (y, linear) = each.next().expect("as many results as projections");
-            Output { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)), y }
+        let factors = linears.map(|linear| linear.factor(w, x));
+        let mut results = factors.map(|factor| x.like(x.rows(), factor.w.dims().0));
+        let mut each = results.iter_mut();
+        let outputs = factors.map(|Factor { w, bias }| {
+            let y = each.next().expect("as many results as projections");
+            Output { w, bias, y }
         });
         matmul::forward_each(x, outputs);
         for (y, linear) in results.iter_mut().zip(linears) {
@@ -89,9 +95,8 @@ impl Linear {
             glu::forward(activation, &gate, &up, &mut act);
             return act;
         }
-        let factors =
-            linears.map(|linear| Factor { w: w.weight(linear.weight), bias: linear.bias.map(|bias| w.vector(bias)) });
-        let mut act = x.like(x.rows(), factors[0].w.n);
+        let factors = linears.map(|linear| linear.factor(w, x));
+        let mut act = x.like(x.rows(), factors[0].w.dims().0);
         glu::of_products(activation, x, factors, &mut act);
         act
     }
@@ -99,15 +104,15 @@ impl Linear {
     /// y += x W^T + b, for a projection with sharded inputs. The sum over ranks starts from the first rank's y and b.
     /// With `keeps`, the previous y is returned and the sum gets memory of its own.
     pub(super) fn forward_onto(&self, c: Context, x: &Tensor, y: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        let (weight, bias) = (c.w.weight(self.weight), self.bias.map(|bias| c.w.vector(bias)));
+        let Factor { w, bias } = self.factor(c.w, x);
         let before = keeps.then(|| {
             let apart = y.like(y.rows(), y.width());
             std::mem::replace(y, apart)
         });
         match &before {
-            _ if c.tensor.rank() > 0 => matmul::forward(x, weight, None, y, Into::Overwrite),
-            Some(before) => matmul::forward_onto(before, x, weight, bias, y),
-            None => matmul::forward(x, weight, bias, y, Into::Add),
+            _ if c.tensor.rank() > 0 => matmul::forward(x, w, None, y, Into::Overwrite),
+            Some(before) => matmul::forward_onto(before, x, w, bias, y),
+            None => matmul::forward(x, w, bias, y, Into::Add),
         }
         if let Some(adapter) = &self.adapter {
             let inner = adapter.inner_over(c.w, x, c.tensor);

@@ -8,7 +8,7 @@ use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
-use super::weights::{Gradients, Unit, UnitValues, Weights};
+use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
 use crate::device::Device;
@@ -176,6 +176,8 @@ impl Transformer {
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
         tables.end(rows, self.tensor.size());
+        // A graph keeps only memory that it frees, and dequantizes again at each replay.
+        w.release();
     }
 
     /// Checks whether `decode` can be a graph. The result is the same on all ranks of the tensor axis.
@@ -197,9 +199,7 @@ impl Transformer {
 
     /// The addresses from which `decode` reads weights and angles. A graph of it is valid while they stay the same.
     pub fn addresses(&self, w: &Weights) -> Vec<Arg> {
-        let tables = [Some(w), w.base.as_deref()];
-        let units = tables.into_iter().flatten().flat_map(|w| (0..w.table.units().len()).map(|unit| w.local(unit)));
-        units.filter_map(UnitValues::address).chain(self.ropes.iter().map(|rope| rope.place())).collect()
+        w.addresses().into_iter().chain(self.ropes.iter().map(|rope| rope.place())).collect()
     }
 
     /// The rows of the embedding (t, d) that `tokens` name.

@@ -10,15 +10,16 @@ pub mod reshard;
 mod unit;
 
 use self::partition::{Partition, Shards};
-use self::quantized::{QuantizedUnit, QuantizedUnits};
+use self::quantized::{InUse, QuantizedUnit, QuantizedUnits};
 use self::unit::check_cut;
 use super::params::{ParamId, ParamTable};
 use crate::comm::{Pending, Stream};
 use crate::device::Device;
-use crate::device::cuda::owned_by;
+use crate::device::cuda::{Arg, owned_by};
 use crate::sys::lock::lock;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Slice, Weight};
+use crate::tensor::{DType, Operand, Slice, Weight};
+use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
@@ -262,7 +263,7 @@ impl Weights {
 
     /// The bytes that stay on this rank, without the base. Gathered units are not included.
     pub fn bytes(&self) -> usize {
-        let quantized = self.quantized.iter().flat_map(|all| all.units.iter().flatten().map(QuantizedUnit::bytes));
+        let quantized = self.quantized.iter().flat_map(|all| all.units.iter().flatten().map(|unit| unit.bytes()));
         self.units.iter().map(UnitValues::bytes).chain(quantized).sum()
     }
 
@@ -274,9 +275,23 @@ impl Weights {
 
     /// This rank's values of a unit, dequantized if it is in nf4.
     pub(super) fn here(&self, unit: usize) -> Held<'_> {
-        let quantized = self.quantized.as_ref();
-        let values = quantized.and_then(|units| units.values(&self.table, self.dtype, unit));
-        values.map_or_else(|| Held::Here(self.local(unit)), Held::Gathered)
+        let quantized = self.quantized.as_ref().and_then(|units| Some((units, units.units[unit].clone()?)));
+        quantized.map_or_else(
+            || Held::Here(self.local(unit)),
+            |(units, quantized)| {
+                let (table, dtype, values) = (&self.table, self.dtype, OnceCell::new());
+                Held::Quantized(InUse { units, table, dtype, index: unit, unit: quantized, values })
+            },
+        )
+    }
+
+    /// The addresses of everything on this rank's GPU, the base included.
+    pub fn addresses(&self) -> Vec<Arg> {
+        let units = (0..self.units.len()).filter_map(|unit| self.local(unit).address());
+        let quantized =
+            self.quantized.iter().flat_map(|all| all.units.iter().flatten().flat_map(|unit| unit.addresses()));
+        let base = self.base.iter().flat_map(|base| base.addresses());
+        units.chain(quantized).chain(base).collect()
     }
 
     /// This rank's values of a unit. Call `all_gather` and `finish_update` after a change.
@@ -353,16 +368,15 @@ pub(super) enum QuantizedOrNot {
 }
 
 /// The parameters of one unit of a model, for layers.
-#[derive(Debug)]
 pub struct Unit<'a> {
     own: Held<'a>,
     base: Option<Held<'a>>,
 }
 
-#[derive(Debug)]
 pub(super) enum Held<'a> {
     Here(&'a UnitValues),
     Gathered(Arc<UnitValues>),
+    Quantized(InUse<'a>),
 }
 
 impl Held<'_> {
@@ -370,24 +384,38 @@ impl Held<'_> {
         match self {
             Held::Here(values) => values,
             Held::Gathered(values) => values,
+            Held::Quantized(unit) => unit.values(),
         }
     }
 }
 
 impl Unit<'_> {
-    fn values(&self, id: ParamId) -> &UnitValues {
+    /// The unit of a parameter, and its id there.
+    fn held(&self, id: ParamId) -> (&Held<'_>, ParamId) {
         let held = if id.is_frozen { self.base.as_ref().expect("frozen parameters have a base") } else { &self.own };
-        held.values()
+        (held, ParamId::own(id.index))
     }
 
     /// A matrix. Row-layout matrices are f32 with either dtype.
     pub fn weight(&self, id: ParamId) -> Weight<'_> {
-        self.values(id).weight(ParamId::own(id.index))
+        let (held, id) = self.held(id);
+        held.values().weight(id)
+    }
+
+    /// A matrix that `rows` rows are multiplied by.
+    pub fn operand(&self, id: ParamId, rows: usize) -> Operand<'_> {
+        match self.held(id) {
+            (Held::Quantized(unit), id) => unit.operand(id, rows),
+            (held, id) => held.values().weight(id).into(),
+        }
     }
 
     /// A norm, a bias or a value head: its elements, padding excluded.
     pub fn vector(&self, id: ParamId) -> Slice<'_> {
-        self.values(id).vector(ParamId::own(id.index))
+        match self.held(id) {
+            (Held::Quantized(unit), id) => unit.vector(id),
+            (held, id) => held.values().vector(id),
+        }
     }
 
     pub fn dtype(&self) -> DType {

@@ -11,7 +11,7 @@ use crate::device::cpu::{matmul as cpu, matmul_weight};
 use crate::device::cuda::matmul::{Addend, Matrix, MatrixMut, Way};
 use crate::device::{Device, cuda, null};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{DType, Layout, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
+use crate::tensor::{DType, Layout, Operand, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
 
 /// The use of the previous contents of `y` in `forward`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +42,15 @@ pub(super) fn rows<'a>(op: &str, w: &Weight<'a>) -> Matrix<'a> {
     let needed = Layout::Row.len(w.n, w.k);
     assert!(view.len() == needed, "{op}: W[{}][{}] has {} values, but needs {needed}", w.n, w.k, view.len());
     Matrix::new(view.part(0..w.n * w.k), w.n, w.k)
+}
+
+fn is_values(w: &Operand) -> bool {
+    matches!(w, Operand::Values(_))
+}
+
+fn values<'a>(op: &str, w: Operand<'a>) -> Weight<'a> {
+    let Operand::Values(w) = w else { panic!("{op}: there is no kernel for {w:?}") };
+    w
 }
 
 pub(super) fn matrix(x: &Tensor) -> Matrix<'_> {
@@ -97,15 +106,28 @@ pub(super) fn backward_weight_rows(dy: &[f32], x: &[f32], m: usize, n: usize, k:
 
 /// y[m][n] (+)= (sum_k x[m][k] W[n][k]) + bias[n], with one ascending-k chain of fused multiply-adds per output.
 /// W is in panel layout, f32 or bf16. For bf16, x is rounded to bf16 and accumulation is f32.
-pub fn forward(x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor, into: Into) {
-    products(x, [Output { w, bias, y }], None, into);
+pub fn forward<'a>(
+    x: &Tensor,
+    w: impl std::convert::Into<Operand<'a>>,
+    bias: Option<Slice>,
+    y: &mut Tensor,
+    into: Into,
+) {
+    products(x, [Output { w: w.into(), bias, y }], None, into);
 }
 
 /// y[m][n] = c[m][n] + ((sum_k x[m][k] W[n][k]) + bias[n]): the residual stream if its previous value is kept. The bits
 /// are those of a copy of c to y and `forward` with `Into::Add`. Here y shares no memory with c, as their borrows
 /// ensure, and its contents are not read.
-pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &mut Tensor) {
-    check(FORWARD, "c", c, x.rows(), w.n);
+pub fn forward_onto<'a>(
+    c: &Tensor,
+    x: &Tensor,
+    w: impl std::convert::Into<Operand<'a>>,
+    bias: Option<Slice>,
+    y: &mut Tensor,
+) {
+    let w = w.into();
+    check(FORWARD, "c", c, x.rows(), w.dims().0);
     products(x, [Output { w, bias, y }], Some(c), Into::Overwrite);
 }
 
@@ -113,10 +135,11 @@ pub fn forward_onto(c: &Tensor, x: &Tensor, w: Weight, bias: Option<Slice>, y: &
 fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>, into: Into) {
     let m = x.rows();
     for Output { w, bias, y } in &outputs {
-        check(FORWARD, "x", x, m, w.k);
-        check(FORWARD, "y", y, m, w.n);
+        let (n, k) = w.dims();
+        check(FORWARD, "x", x, m, k);
+        check(FORWARD, "y", y, m, n);
         if let Some(bias) = bias {
-            assert!(bias.len() == w.n, "{FORWARD}: the bias must have {} values, got {}", w.n, bias.len());
+            assert!(bias.len() == n, "{FORWARD}: the bias must have {n} values, got {}", bias.len());
         }
         note(m, w);
     }
@@ -128,7 +151,7 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
                 None => cpu::Addend::Nothing,
             };
             let on_cpu = |Output { w, bias, y }| {
-                let (w, bias) = (panels(FORWARD, &w), bias.map(Slice::f32));
+                let (w, bias) = (panels(FORWARD, &values(FORWARD, w)), bias.map(Slice::f32));
                 cpu::Output { w, bias, y: Tensor::data_mut(y) }
             };
             forward_rows(x.data(), m, outputs.map(on_cpu), addend);
@@ -139,11 +162,25 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
                 None if into == Into::Add => Addend::Result,
                 None => Addend::Nothing,
             };
-            let on_gpu = |Output { w, bias, y }| {
-                let (w, bias) = (rows(FORWARD, &w), bias.map(Slice::cuda));
-                cuda::matmul::Output { w, bias, y: matrix_mut(y) }
-            };
-            cuda::matmul::forward_each(Way::Chosen, matrix(x), outputs.map(on_gpu), addend);
+            on_gpu(x, outputs, addend);
+        }
+    }
+}
+
+/// GEMMs on the GPU: in one launch, or in one each if a matrix is in nf4.
+fn on_gpu<const N: usize>(x: &Tensor, outputs: [Output; N], c: Addend) {
+    if outputs.iter().all(|output| is_values(&output.w)) {
+        let together = |Output { w, bias, y }| {
+            let (w, bias) = (rows(FORWARD, &values(FORWARD, w)), bias.map(Slice::cuda));
+            cuda::matmul::Output { w, bias, y: matrix_mut(y) }
+        };
+        return cuda::matmul::forward_each(Way::Chosen, matrix(x), outputs.map(together), c);
+    }
+    for Output { w, bias, y } in outputs {
+        let (bias, y) = (bias.map(Slice::cuda), matrix_mut(y));
+        match w {
+            Operand::Values(w) => cuda::matmul::forward(Way::Chosen, matrix(x), rows(FORWARD, &w), bias, c, y),
+            Operand::Nf4(w) => w.product(matrix(x), bias, c, y),
         }
     }
 }
@@ -151,15 +188,15 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
 const FORWARD: &str = "matmul::forward";
 
 /// Counts the GEMM of `m` rows with W or its transpose for a plan. It reads W once.
-fn note(m: usize, w: &Weight) {
-    let elements = (w.n * w.k) as f64;
-    null::note(null::GEMM, 2.0 * m as f64 * elements, elements * w.dtype().bytes() as f64);
+fn note(m: usize, w: &Operand) {
+    let (n, k) = w.dims();
+    null::note(null::GEMM, 2.0 * (m * n * k) as f64, w.bytes() as f64);
 }
 
 /// One of several GEMMs of the same x: y = x W^T + bias.
 #[derive(Debug)]
 pub struct Output<'a> {
-    pub w: Weight<'a>,
+    pub w: Operand<'a>,
     pub bias: Option<Slice<'a>>,
     pub y: &'a mut Tensor,
 }
@@ -173,7 +210,7 @@ pub fn forward_each<const N: usize>(x: &Tensor, outputs: [Output; N]) {
 /// A matrix that x is multiplied by, and a bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Factor<'a> {
-    pub w: Weight<'a>,
+    pub w: Operand<'a>,
     pub bias: Option<Slice<'a>>,
 }
 
@@ -181,15 +218,18 @@ pub struct Factor<'a> {
 /// kernel.
 pub(super) fn forward_glu(activation: Activation, x: &Tensor, factors: [Factor; 2], y: &mut Tensor) -> bool {
     const OP: &str = "matmul::forward_glu";
-    if x.device() == Device::Cpu {
+    if x.device() == Device::Cpu || !factors.iter().all(|factor| is_values(&factor.w)) {
         return false;
     }
     for Factor { w, .. } in &factors {
-        check(OP, "x", x, x.rows(), w.k);
-        check(OP, "y", y, x.rows(), w.n);
+        let (n, k) = w.dims();
+        check(OP, "x", x, x.rows(), k);
+        check(OP, "y", y, x.rows(), n);
     }
-    let on_gpu =
-        factors.map(|Factor { w, bias }| cuda::matmul::Factor { w: rows(OP, &w), bias: bias.map(Slice::cuda) });
+    let on_gpu = factors.map(|Factor { w, bias }| {
+        let (w, bias) = (rows(OP, &values(OP, w)), bias.map(Slice::cuda));
+        cuda::matmul::Factor { w, bias }
+    });
     let is_done = cuda::matmul::glu(Way::Chosen, activation, matrix(x), on_gpu, matrix_mut(y));
     if is_done {
         for factor in &factors {
@@ -206,7 +246,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     let m = dy.rows();
     check(OP, "dy", dy, m, w.n);
     check(OP, "dx", dx, m, w.k);
-    note(m, &w);
+    note(m, &w.into());
     match dy.device() {
         Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), None, dx.data_mut(), into == Into::Add),
         Device::Cuda => {

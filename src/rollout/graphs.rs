@@ -269,6 +269,8 @@ impl Run<'_> {
         if decoder.graphs.has(&shape) {
             return true;
         }
+        // A graph must not read what a prefill dequantized: it is freed before the replays end.
+        model.weights.release();
         let Shape { rows, longest, bans, sees } = shape;
         let (tables, ends, cache) = (&mut decoder.tables, &decoder.ends, &mut *self.cache);
         let mut step = |tables: &mut DecodeState| {

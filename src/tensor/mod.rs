@@ -18,7 +18,7 @@ pub use piece::{Piece, convert, copy};
 pub use slice::{Slice, SliceMut};
 
 use crate::device::cuda::{View, ViewMut};
-use crate::device::{Device, cpu};
+use crate::device::{Device, cpu, cuda};
 use arena::Buffer;
 
 /// A dense row-major activation, usually (rows, width): f32 on the CPU; on a GPU bf16, or f32 for statistics.
@@ -234,6 +234,37 @@ pub struct Weight<'a> {
 impl Weight<'_> {
     pub fn dtype(&self) -> DType {
         self.values.dtype()
+    }
+}
+
+/// A matrix W[n][k] that x is multiplied by: its values or, on a GPU, its codes in nf4.
+#[derive(Clone, Copy, Debug)]
+pub enum Operand<'a> {
+    Values(Weight<'a>),
+    Nf4(cuda::nf4::Nf4<'a>),
+}
+
+impl Operand<'_> {
+    /// Outputs and inputs.
+    pub fn dims(&self) -> (usize, usize) {
+        match self {
+            Self::Values(w) => (w.n, w.k),
+            Self::Nf4(w) => w.dims(),
+        }
+    }
+
+    /// The bytes that a GEMM reads.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Values(w) => w.n * w.k * w.dtype().bytes(),
+            Self::Nf4(w) => w.bytes(),
+        }
+    }
+}
+
+impl<'a> From<Weight<'a>> for Operand<'a> {
+    fn from(w: Weight<'a>) -> Self {
+        Self::Values(w)
     }
 }
 

@@ -5,12 +5,11 @@
 
 use super::{Layout, SliceMut};
 use crate::device::cpu::nf4::{self as cpu, Scales};
-use crate::device::cuda;
 use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
 
-pub use crate::device::cpu::nf4::{BLOCK, Held, NESTED_BLOCK, TABLE};
+pub use crate::device::cpu::nf4::{BLOCK, Held, Matrix, NESTED_BLOCK, Place, TABLE};
 
 /// A quantized matrix of n outputs and k inputs, in memory or in a mapped file.
 #[derive(Clone, Debug)]
@@ -75,15 +74,6 @@ impl Nf4<'_> {
         Self { scales, ..self }
     }
 
-    /// The bytes of codes and scales.
-    pub fn bytes(&self) -> usize {
-        let of_scales = match &self.scales {
-            Absmax::F32(scales) => size_of_val::<[f32]>(scales),
-            Absmax::Nested(nested) => nested.codes.len() + size_of_val::<[f32]>(&nested.largest),
-        };
-        self.codes.len() + of_scales
-    }
-
     /// A copy in memory.
     pub fn into_owned(self) -> Nf4<'static> {
         let scales = match self.scales {
@@ -144,19 +134,24 @@ impl Nf4<'_> {
         Some(Nf4 { n, k, codes: codes.into(), scales: Absmax::F32(scales.into()) })
     }
 
-    fn view(&self) -> cpu::Matrix<'_> {
+    /// A view for kernels of the CPU.
+    pub fn view(&self) -> Matrix<'_> {
         let scales = match &self.scales {
             Absmax::F32(scales) => Scales::F32(scales),
             Absmax::Nested(Nested { codes, largest, map, offset, first }) => {
                 Scales::Nested { codes, largest, map, offset: *offset, first: *first }
             }
         };
-        cpu::Matrix { k: self.k, codes: &self.codes, scales }
+        Matrix { k: self.k, codes: &self.codes, scales }
     }
 
-    /// A copy on the GPU.
-    pub fn on_gpu(&self) -> cuda::nf4::Nf4 {
-        cuda::nf4::Nf4::new(&self.view(), self.n)
+    /// The places of its parts in a run of bytes, from byte `start` on.
+    pub fn place(&self, start: usize) -> Place {
+        let nested = match &self.scales {
+            Absmax::F32(_) => None,
+            Absmax::Nested(nested) => Some((nested.offset, nested.first)),
+        };
+        Place::new([self.n, self.k], nested, start)
     }
 
     /// The scale of each block.
@@ -169,18 +164,17 @@ impl Nf4<'_> {
     pub fn read(&self, start: usize, to: &mut [f32]) {
         cpu::dequantize(&self.view(), start, to);
     }
+}
 
-    /// Fills a slice on the CPU with the elements from index `start` on of a held part in a layout, padding included:
-    /// by all threads. In panels, `start` and the number of elements are multiples of `FLAT_ALIGN`.
-    pub fn dequantize(&self, held: &Held, layout: Layout, start: usize, to: SliceMut) {
-        let view = self.view();
-        match (layout, to) {
-            (Layout::Row, SliceMut::F32(to)) => cpu::dequantize_rows(&view, held, start, to),
-            (Layout::Row, SliceMut::Bf16(to)) => cpu::dequantize_rows(&view, held, start, to),
-            (Layout::Panel, SliceMut::F32(to)) => cpu::dequantize_panels(&view, held, start, to),
-            (Layout::Panel, SliceMut::Bf16(to)) => cpu::dequantize_panels(&view, held, start, to),
-            (_, SliceMut::Cuda(_)) => panic!("nf4: a GPU dequantizes with its own kernel"),
-        }
+/// Fills a slice on the CPU with the elements from index `start` on of a held part in a layout, padding included: by all
+/// threads. In panels, `start` and the number of elements are multiples of `FLAT_ALIGN`.
+pub fn dequantize(matrix: &Matrix, held: &Held, layout: Layout, start: usize, to: SliceMut) {
+    match (layout, to) {
+        (Layout::Row, SliceMut::F32(to)) => cpu::dequantize_rows(matrix, held, start, to),
+        (Layout::Row, SliceMut::Bf16(to)) => cpu::dequantize_rows(matrix, held, start, to),
+        (Layout::Panel, SliceMut::F32(to)) => cpu::dequantize_panels(matrix, held, start, to),
+        (Layout::Panel, SliceMut::Bf16(to)) => cpu::dequantize_panels(matrix, held, start, to),
+        (_, SliceMut::Cuda(_)) => panic!("nf4: a GPU dequantizes with its own kernel"),
     }
 }
 

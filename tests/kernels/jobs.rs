@@ -136,7 +136,7 @@ pub fn copied(from: &Path, to: &Path) {
 }
 
 /// The metrics of each step of a job, except for times, memory, restarts, rollout costs and the transport of weights.
-fn computed(dir: &Path, job: &str) -> Vec<Value> {
+pub fn computed(dir: &Path, job: &str) -> Vec<Value> {
     let aside = |key: &str| {
         ["time_", "memory_", "gpu_", "idle_", "rollout_"].iter().any(|of| key.starts_with(of))
             || key.contains("per_s")
@@ -206,7 +206,7 @@ pub fn prepare(dir: &Path, config: &str) {
     rlhf_hpc(dir, "init --config model.json --tokenizer tokenizer --out model");
 }
 
-/// How often rank `rank` called each function of the emulated libraries, from the file `EMULATED_CALLS`.
+/// How often rank `rank` called each function of the emulated libraries and ran each kernel, from the file `EMULATED_CALLS`.
 pub fn calls(file: &Path, rank: &str) -> BTreeMap<String, u64> {
     let text = std::fs::read_to_string(file).expect("calls");
     let mut calls = BTreeMap::new();

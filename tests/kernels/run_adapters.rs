@@ -1,6 +1,7 @@
 //! Whole jobs that train adapters on the GPU, on a frozen base in bf16 and in nf4, compared with the run on the CPU.
 
-use crate::jobs::{CONFIG, metrics, number, prepared, rlhf_hpc};
+use crate::jobs::{CONFIG, calls, command, computed, emulated, metrics, number, prepared, rlhf_hpc, well, with};
+use serde_json::json;
 
 /// Key, relative and absolute tolerance of the metrics of a step on the GPU compared with the CPU: see `run_loss`.
 const KEYS: [(&str, f64, f64); 6] = [
@@ -31,5 +32,35 @@ fn adapters_on_bases_in_bf16_and_nf4_train_as_on_the_cpu() {
             assert!((x - y).abs() <= relative * y.abs() + absolute, "{name}: {key} is {x}, on the CPU {y}");
         }
         assert!(number(&on_gpu[1], "kl_mean").abs() > 1e-6, "{name}: the adapter reaches the sampler");
+    }
+}
+
+/// Few rows are multiplied by codes, and many by the dequantized values of a layer.
+#[test]
+fn decoding_of_few_rows_reads_four_bits_in_graphs_and_changes_no_bit() {
+    let Some(dir) = emulated(&with(CONFIG, &json!({"num_hidden_layers": 2, "intermediate_size": 128}))) else { return };
+    let at = dir.path();
+    let job = "run ppo.toml model.quantize=nf4 lora.rank=8 lora.alpha=24 optim.actor.lr=1e-2 job.steps=2 \
+               rollout.prompts_per_step=5 rollout.samples_per_prompt=4 rollout.response_tokens_min=8";
+    // 20 samples: at once, or a few at a time.
+    let [many, few, ordinary] =
+        [("many", 32, true), ("few", 10, true), ("ordinary", 10, false)].map(|(name, rows, graphs)| {
+            let counts = at.join(format!("{name}.txt"));
+            let line = format!("{job} rollout.batch_max={rows} rollout.graphs={graphs} job.dir={name}");
+            well(command(1, at, &line).env("EMULATED_CALLS", &counts));
+            let calls = calls(&counts, "0");
+            let steps = metrics(at, name);
+            assert!(steps.iter().all(|step| step["logprob_gap_max"].as_f64() == Some(0.0)), "{name}");
+            assert_eq!(graphs, number(&steps[1], "gpu_graph_launches") > 0.0, "{name}");
+            ["nf4_matmul_16", "nf4_dequantize"].map(|kernel| calls.get(kernel).copied().unwrap_or(0))
+        });
+    // Two steps, seven tokens after the prefill, two layers of seven matrices.
+    let decoded = 2 * 7 * 14;
+    assert_eq!((many[0], few, many[1] - few[1]), (0, ordinary, decoded), "{many:?} {few:?}");
+    assert!(few[0] >= 2 * decoded, "{few:?}");
+    let export = |job: &str| std::fs::read(at.join(job).join("export/adapter_model.safetensors")).expect("an export");
+    for other in ["few", "ordinary"] {
+        assert_eq!(computed(at, "many"), computed(at, other), "{other}");
+        assert!(export("many") == export(other), "{other}: exported adapters");
     }
 }

@@ -80,6 +80,27 @@ fn an_evaluation_with_beams_scores_one_response_of_a_search_and_decodes_all() {
     assert!(searching[1] > 1.5 * searching[0], "{searching:?}");
 }
 
+/// A job that trains adapters on a base in nf4.
+fn on_nf4(more: &[&str], ranks: usize) -> Candidate {
+    chosen(&[&["lora.rank=8", "model.quantize=nf4"], more].concat(), &archs(&small(), false), ranks)
+}
+
+#[test]
+fn decoding_of_few_rows_on_a_base_in_nf4_reads_its_codes() {
+    let [few, many] = [16, 32].map(|rows| {
+        let chosen = on_nf4(&[&format!("rollout.batch_max={rows}")], 1);
+        let work = |name: &str| {
+            let parts = &chosen.main().time.parts;
+            let decode = parts.iter().filter(|part| part.stage == Stage::Decode && part.name == name);
+            decode.map(|part| part.work.bytes).sum::<f64>()
+        };
+        ["gemm", "dequantize"].map(work)
+    });
+    assert!(few[1] == 0.0 && many[1] > 0.0, "{few:?} {many:?}");
+    // Twice as many steps.
+    assert!(few[0] < many[0], "{few:?} {many:?}");
+}
+
 /// The memory of one rank on a CPU.
 fn on_cpu(config: &Config, archs: &Archs) -> Memory {
     let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };

@@ -173,6 +173,75 @@ pub struct Matrix<'a> {
     pub scales: Scales<'a>,
 }
 
+/// The places of a matrix's parts in a run of bytes, each a multiple of 16.
+#[derive(Clone, Debug)]
+pub struct Place {
+    pub n: usize,
+    pub k: usize,
+    /// With quantized scales: their offset, and the index of the first one in its block of 256.
+    pub nested: Option<(f32, usize)>,
+    /// The 16 values of codes and, with quantized scales, the 256 values of their codes; f32.
+    pub tables: usize,
+    /// The scales or, if they are quantized, the largest magnitude of each block of 256; f32.
+    pub scales: usize,
+    /// The codes of quantized scales.
+    pub scale_codes: usize,
+    pub codes: usize,
+    pub end: usize,
+}
+
+impl Place {
+    /// The places of an (n, k) matrix from byte `start` on.
+    pub fn new([n, k]: [usize; 2], nested: Option<(f32, usize)>, start: usize) -> Self {
+        let blocks = (n * k).div_ceil(BLOCK);
+        let (table, scales, scale_codes) = match nested {
+            Some((_, first)) => (TABLE.len() + 256, (blocks + first).div_ceil(NESTED_BLOCK), blocks),
+            None => (TABLE.len(), blocks, 0),
+        };
+        let mut end = start;
+        let [tables, scales, scale_codes, codes] =
+            [size_of::<f32>() * table, size_of::<f32>() * scales, scale_codes, (n * k).div_ceil(2)].map(|bytes| {
+                let at = end;
+                end = (at + bytes).next_multiple_of(16);
+                at
+            });
+        Self { n, k, nested, tables, scales, scale_codes, codes, end }
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.end - self.tables
+    }
+
+    /// The matrix in `bytes`.
+    pub fn matrix<'a>(&self, bytes: &'a [u8]) -> Matrix<'a> {
+        let floats = |start: usize, end: usize| bytemuck::cast_slice::<u8, f32>(&bytes[start..end]);
+        let scales = match self.nested {
+            None => Scales::F32(floats(self.scales, self.codes)),
+            Some((offset, first)) => {
+                let map = floats(self.tables + size_of_val(&TABLE), self.scales).first_chunk().expect("256 values");
+                let (codes, largest) = (&bytes[self.scale_codes..self.codes], floats(self.scales, self.scale_codes));
+                Scales::Nested { codes, largest, map, offset, first }
+            }
+        };
+        Matrix { k: self.k, codes: &bytes[self.codes..self.end], scales }
+    }
+
+    /// Copies a matrix to its place in `bytes`.
+    pub fn write(&self, matrix: &Matrix, bytes: &mut [u8]) {
+        let mut put = |at: usize, part: &[u8]| bytes[at..at + part.len()].copy_from_slice(part);
+        put(self.tables, bytemuck::cast_slice(&TABLE));
+        put(self.codes, matrix.codes);
+        match matrix.scales {
+            Scales::F32(scales) => put(self.scales, bytemuck::cast_slice(scales)),
+            Scales::Nested { codes, largest, map, .. } => {
+                put(self.tables + size_of_val(&TABLE), bytemuck::cast_slice(map));
+                put(self.scales, bytemuck::cast_slice(largest));
+                put(self.scale_codes, codes);
+            }
+        }
+    }
+}
+
 /// The part of a matrix that a rank holds: some runs of its rows, and a range of its columns.
 #[derive(Clone, Debug)]
 pub struct Held<'a> {

@@ -2,26 +2,16 @@
 
 use super::gpu::{Arg, gpu};
 use super::matmul::{Addend, Matrix, MatrixMut};
-use super::memory::{Memory, View, ViewMut};
+use super::memory::{View, ViewMut};
 use super::shape::{THREADS, check_aligned, dim, grid_of_eights, is_aligned};
-use crate::device::cpu::nf4::{self as cpu, BLOCK, Scales, TABLE};
+use crate::device::cpu::nf4::{BLOCK, Place};
 use crate::dtype::DType;
 
 /// A quantized matrix of n outputs and k inputs on the GPU.
-#[derive(Debug)]
-pub struct Nf4 {
-    n: usize,
-    k: usize,
-    codes: Memory,
-    /// The values of codes, then those of the codes of scales.
-    tables: Memory,
-    scales: OnGpu,
-}
-
-#[derive(Debug)]
-enum OnGpu {
-    F32(Memory),
-    Nested { codes: Memory, largest: Memory, offset: f32, first: usize },
+#[derive(Clone, Copy, Debug)]
+pub struct Nf4<'a> {
+    place: &'a Place,
+    bytes: View<'a>,
 }
 
 /// The tile of the GEMM: rows, columns, threads, shared memory. Six stages hold 16 x 128 values of x, and 32 lines of
@@ -30,46 +20,42 @@ const TILE: [usize; 2] = [16, 32];
 const TILE_THREADS: usize = 64;
 const SHARED_BYTES: usize = 6 * (16 * 128 * 2 + 32 * 80);
 
-impl Nf4 {
-    /// A copy of a matrix with n rows.
-    pub fn new(matrix: &cpu::Matrix, n: usize) -> Self {
-        let (mut tables, codes) = (TABLE.to_vec(), Memory::from_values(matrix.codes));
-        let scales = match matrix.scales {
-            Scales::F32(scales) => OnGpu::F32(Memory::from_values(scales)),
-            Scales::Nested { codes, largest, map, offset, first } => {
-                tables.extend(map);
-                let (codes, largest) = (Memory::from_values(codes), Memory::from_values(largest));
-                OnGpu::Nested { codes, largest, offset, first }
-            }
-        };
-        Self { n, k: matrix.k, codes, tables: Memory::from_values(&tables), scales }
+impl<'a> Nf4<'a> {
+    /// The matrix at a place in `bytes`, of any dtype.
+    pub fn new(place: &'a Place, bytes: View<'a>) -> Self {
+        let len = bytes.len() * bytes.dtype().bytes();
+        assert!(place.end <= len, "nf4: the place ends at byte {} of {len}", place.end);
+        Self { place, bytes }
     }
 
-    pub fn bytes(&self) -> usize {
-        let of_scales = match &self.scales {
-            OnGpu::F32(scales) => scales.bytes(),
-            OnGpu::Nested { codes, largest, .. } => codes.bytes() + largest.bytes(),
-        };
-        self.codes.bytes() + self.tables.bytes() + of_scales
+    pub fn dims(self) -> (usize, usize) {
+        (self.place.n, self.place.k)
     }
 
-    fn args(&self) -> Vec<Arg> {
-        let mut args = vec![self.codes.arg(), self.tables.arg()];
-        args.extend(match &self.scales {
-            OnGpu::F32(scales) => [scales.arg(), Arg::Address(0), Arg::Address(0), Arg::F32(0.0), Arg::U32(0)],
-            OnGpu::Nested { codes, largest, offset, first } => {
-                [Arg::Address(0), codes.arg(), largest.arg(), Arg::F32(*offset), Arg::U32(*first as u32)]
-            }
-        });
-        args
+    /// The bytes of codes and scales.
+    pub fn bytes(self) -> usize {
+        self.place.bytes()
+    }
+
+    fn args(self) -> Vec<Arg> {
+        let at = |start: usize| Arg::Address(self.bytes.address() + start as u64);
+        let Place { nested, tables, scales, scale_codes, codes, .. } = *self.place;
+        let none = Arg::Address(0);
+        let [tables, scales, scale_codes, codes] = [tables, scales, scale_codes, codes].map(at);
+        let (of_scales, offset, first) = match nested {
+            None => ([scales, none, none], 0.0, 0),
+            Some((offset, first)) => ([none, scale_codes, scales], offset, first),
+        };
+        let [scales, nested, largest] = of_scales;
+        vec![codes, tables, scales, nested, largest, Arg::F32(offset), Arg::U32(first as u32)]
     }
 
     /// Writes the bf16 values of the flattened matrix from index `start` on, a multiple of 8.
-    pub fn dequantize(&self, start: usize, mut to: ViewMut) {
+    pub fn dequantize(self, start: usize, mut to: ViewMut) {
         const OP: &str = "nf4::dequantize";
-        let len = to.len();
+        let (len, (n, k)) = (to.len(), self.dims());
         assert!(start.is_multiple_of(8), "{OP}: the start must be a multiple of 8 (got {start})");
-        assert!(start + len <= self.n * self.k, "{OP}: {len} values from {start} exceed ({}, {})", self.n, self.k);
+        assert!(start + len <= n * k, "{OP}: {len} values from {start} exceed ({n}, {k})");
         let mut args = self.args();
         args.extend([to.arg(DType::Bf16), start.into(), len.into()]);
         check_aligned(OP, &args[7..8]);
@@ -77,8 +63,8 @@ impl Nf4 {
     }
 
     /// Whether `product` supports the matrix and `rows` rows of x.
-    pub fn has_product(&self, rows: usize) -> bool {
-        rows <= TILE[0] && self.k.is_multiple_of(BLOCK)
+    pub fn has_product(self, rows: usize) -> bool {
+        rows <= TILE[0] && self.place.k.is_multiple_of(BLOCK)
     }
 
     /// y[m][n] = c[m][n] + (sum_k x[m][k] W[n][k] + bias[n]): the bits of `matmul::forward` in exact mode on the
@@ -86,9 +72,9 @@ impl Nf4 {
     ///
     /// # Panics
     /// If k is not a multiple of 64.
-    pub fn product(&self, x: Matrix, bias: Option<View>, c: Addend, mut y: MatrixMut) {
+    pub fn product(self, x: Matrix, bias: Option<View>, c: Addend, mut y: MatrixMut) {
         const OP: &str = "nf4::product";
-        let (m, n, k) = (x.rows, self.n, self.k);
+        let (m, (n, k)) = (x.rows, self.dims());
         assert!(k.is_multiple_of(BLOCK), "{OP}: the width of W must be a multiple of {BLOCK} (got {k})");
         assert!(x.width == k && y.width == n && y.rows == m, "{OP}: x ({m}, {}), W ({n}, {k}), y {y:?}", x.width);
         assert!(x.stride.is_multiple_of(8), "{OP}: the row stride of x must be a multiple of 8 (got {})", x.stride);

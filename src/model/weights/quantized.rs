@@ -1,41 +1,33 @@
-//! A frozen base in nf4 (arXiv:2305.14314). Each unit is dequantized as it is used, so all products are those with the
-//! dequantized matrices.
+//! A frozen base in nf4 (arXiv:2305.14314). Its products are those with the dequantized matrices. With few rows a GPU
+//! reads the codes; otherwise the whole unit is dequantized.
 
 use super::UnitValues;
-use crate::device::Device;
-use crate::device::cuda::{self, owned_by};
-use crate::device::null::{self, Held as Counted};
-use crate::model::params::{ParamSpec, ParamTable};
+use crate::device::cuda::{self, Arg, Memory, owned_by};
+use crate::device::{Device, null};
+use crate::model::params::{ParamId, ParamSpec, ParamTable};
 use crate::sys::lock::lock;
-use crate::tensor::nf4::{BLOCK, Held, NESTED_BLOCK, Nf4};
-use crate::tensor::{DType, SliceMut};
+use crate::tensor::nf4::{Held, Nf4, Place, dequantize};
+use crate::tensor::{DType, Flat, Operand, Slice, SliceMut};
+use std::cell::OnceCell;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// The owner of its memory.
-const OWNER: &str = "weights of the frozen base";
-
 /// The quantized units of a base: the layers. Embedding and head are not quantized.
-pub(super) struct QuantizedUnits {
+pub struct QuantizedUnits {
     /// By unit.
-    pub units: Vec<Option<QuantizedUnit>>,
+    pub units: Vec<Option<Arc<QuantizedUnit>>>,
     /// The unit that was dequantized last.
     cache: Mutex<Option<(usize, Arc<UnitValues>)>>,
 }
 
 /// A unit in nf4.
 pub struct QuantizedUnit {
-    matrices: Vec<(Range<usize>, Matrix)>,
+    /// The flat range of each matrix, and its place in `words`.
+    matrices: Vec<(Range<usize>, Place)>,
+    /// Codes and scales of all matrices, two bytes a word.
+    words: Flat,
     /// Norms and biases.
     vectors: Vec<UnitValues>,
-    bytes: usize,
-    /// The memory of a unit in a plan, on the host or on the GPU.
-    _planned: (Counted, Option<cuda::Memory>),
-}
-
-enum Matrix {
-    Here(Nf4<'static>),
-    OnGpu(cuda::nf4::Nf4),
 }
 
 /// Whether a parameter of a unit is quantized.
@@ -50,10 +42,10 @@ impl ParamTable {
     }
 }
 
-/// The bytes of a doubly quantized matrix.
-fn bytes_of(spec: &ParamSpec) -> usize {
-    let blocks = spec.elements().div_ceil(BLOCK);
-    spec.elements().div_ceil(2) + blocks + size_of::<f32>() * blocks.div_ceil(NESTED_BLOCK)
+/// A matrix without values, for a plan. The scales of a whole matrix are quantized, too.
+fn planned_place(spec: &ParamSpec, start: usize) -> Place {
+    let (n, k) = spec.dims();
+    Place::new([n, k], ((n, k) == spec.full_dims()).then_some((0.0, 0)), start)
 }
 
 impl QuantizedUnit {
@@ -68,73 +60,100 @@ impl QuantizedUnit {
         mut matrix: impl FnMut(&ParamSpec) -> Result<Nf4<'static>, E>,
         mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
-        let mut built = Self::empty();
+        let (mut matrices, mut vectors, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
         for (id, range) in table.parts(&table.units()[unit]) {
             let spec = table.spec(id);
             if !is_quantized(table, unit, spec) {
-                built.vectors.push(fill(UnitValues::part_scratch(table, range, dtype))?);
+                vectors.push(fill(UnitValues::of_range(table, range, dtype))?);
                 continue;
             }
             let nf4 = matrix(spec)?;
-            built.bytes += nf4.bytes();
-            let held = if table.device() == Device::Cuda { Matrix::OnGpu(nf4.on_gpu()) } else { Matrix::Here(nf4) };
-            built.matrices.push((range, held));
+            let place = nf4.place(bytes.len());
+            bytes.resize(place.end, 0);
+            place.write(&nf4.view(), &mut bytes);
+            matrices.push((range, place));
         }
-        Ok(built)
+        Ok(Self { matrices, words: words(table.device(), &bytes), vectors })
     }
 
     /// A unit of a plan, which has no values.
     pub fn planned(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
-        let (quantized, others): (Vec<_>, Vec<_>) =
-            table.parts(&table.units()[unit]).partition(|(id, _)| is_quantized(table, unit, table.spec(*id)));
-        let bytes = quantized.iter().map(|(id, _)| bytes_of(table.spec(*id))).sum();
-        let vectors = others.into_iter().map(|(_, range)| UnitValues::part_scratch(table, range, dtype)).collect();
-        let on_gpu = (table.device() == Device::Cuda).then(|| owned_by(OWNER, || cuda::Memory::scratch(bytes)));
-        Self { vectors, bytes, _planned: (null::hold(OWNER, bytes), on_gpu), ..Self::empty() }
-    }
-
-    fn empty() -> Self {
-        Self { matrices: Vec::new(), vectors: Vec::new(), bytes: 0, _planned: (Counted::default(), None) }
+        let (mut matrices, mut vectors, mut end) = (Vec::new(), Vec::new(), 0);
+        for (id, range) in table.parts(&table.units()[unit]) {
+            if is_quantized(table, unit, table.spec(id)) {
+                let place = planned_place(table.spec(id), end);
+                end = place.end;
+                matrices.push((range, place));
+            } else {
+                vectors.push(UnitValues::of_range(table, range, dtype));
+            }
+        }
+        Self { matrices, words: Flat::weights(table.device(), DType::Bf16, end / 2), vectors }
     }
 
     pub fn bytes(&self) -> usize {
-        self.bytes + self.vectors.iter().map(UnitValues::bytes).sum::<usize>()
+        self.words.bytes() + self.vectors.iter().map(UnitValues::bytes).sum::<usize>()
+    }
+
+    /// The addresses of everything on a GPU.
+    pub fn addresses(&self) -> impl Iterator<Item = Arg> {
+        let words = if let Flat::Cuda(memory, _) = &self.words { Some(memory.arg()) } else { None };
+        words.into_iter().chain(self.vectors.iter().filter_map(UnitValues::address))
+    }
+
+    /// A matrix whose products with `rows` rows read its codes.
+    fn codes(&self, spec: &ParamSpec, rows: usize) -> Option<cuda::nf4::Nf4<'_>> {
+        let Slice::Cuda(words) = self.words.all() else { return None };
+        let (_, place) = self.matrices.iter().find(|(range, _)| *range == spec.range())?;
+        Some(cuda::nf4::Nf4::new(place, words)).filter(|nf4| nf4.has_product(rows))
     }
 
     fn dequantize(&self, to: &mut UnitValues) {
-        null::note("dequantize", 0.0, (self.bytes + to.bytes()) as f64);
+        null::note("dequantize", 0.0, (self.words.bytes() + to.bytes()) as f64);
         self.vectors.iter().for_each(|values| to.copy_part(values));
-        for (range, matrix) in &self.matrices {
-            match (matrix, to.spec_part_mut(range)) {
-                (Matrix::Here(nf4), (spec, values)) => {
-                    let all_rows = 0..nf4.n;
-                    let rows = std::slice::from_ref(&all_rows);
-                    nf4.dequantize(&Held { rows, columns: 0..nf4.k }, spec.layout, 0, values);
-                }
-                (Matrix::OnGpu(nf4), (spec, SliceMut::Cuda(mut values))) => {
+        for (range, place) in &self.matrices {
+            match (self.words.all(), to.spec_part_mut(range)) {
+                (Slice::Cuda(words), (spec, SliceMut::Cuda(mut values))) => {
+                    let nf4 = cuda::nf4::Nf4::new(place, words);
                     nf4.dequantize(0, values.reborrow().part(0..spec.elements()));
                     values.part(spec.elements()..spec.len).clear();
                 }
-                (Matrix::OnGpu(_), _) => unreachable!("a matrix of a GPU"),
+                (Slice::Bf16(words), (spec, values)) => {
+                    let all_rows = 0..place.n;
+                    let rows = std::slice::from_ref(&all_rows);
+                    let matrix = place.matrix(bytemuck::cast_slice(words));
+                    dequantize(&matrix, &Held { rows, columns: 0..place.k }, spec.layout, 0, values);
+                }
+                _ => unreachable!("a unit of one device"),
             }
         }
         to.refresh();
     }
 }
 
+/// A copy of bytes on a device.
+fn words(device: Device, bytes: &[u8]) -> Flat {
+    if device == Device::Cuda {
+        return Flat::Cuda(Memory::from_values(bytes), DType::Bf16);
+    }
+    let mut words = Flat::weights(device, DType::Bf16, bytes.len() / 2);
+    let SliceMut::Bf16(to) = words.all_mut() else { unreachable!("two bytes a word") };
+    bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
+    words
+}
+
 impl QuantizedUnits {
     pub fn new(units: Vec<Option<QuantizedUnit>>) -> Self {
-        Self { units, cache: Mutex::default() }
+        Self { units: units.into_iter().map(|unit| unit.map(Arc::new)).collect(), cache: Mutex::default() }
     }
 
-    /// The values of a quantized unit. They live as long as the result, and at least until the next request.
-    pub fn values(&self, table: &Arc<ParamTable>, dtype: DType, index: usize) -> Option<Arc<UnitValues>> {
-        let unit = self.units[index].as_ref()?;
+    /// The dequantized values of a unit. They live as long as the result, and at least until the next request.
+    fn values(&self, table: &Arc<ParamTable>, dtype: DType, (index, unit): (usize, &QuantizedUnit)) -> Arc<UnitValues> {
         let mut cache = lock(&self.cache);
         if let Some((held, values)) = &*cache
             && *held == index
         {
-            return Some(values.clone());
+            return values.clone();
         }
         // Its memory serves the next one.
         *cache = None;
@@ -142,10 +161,38 @@ impl QuantizedUnits {
         unit.dequantize(&mut values);
         let values = Arc::new(values);
         *cache = Some((index, values.clone()));
-        Some(values)
+        values
     }
 
     pub fn release(&self) {
         *lock(&self.cache) = None;
+    }
+}
+
+/// A quantized unit in use. It is dequantized if values of its matrices are needed.
+pub struct InUse<'a> {
+    pub units: &'a QuantizedUnits,
+    pub table: &'a Arc<ParamTable>,
+    pub dtype: DType,
+    pub index: usize,
+    pub unit: Arc<QuantizedUnit>,
+    pub values: OnceCell<Arc<UnitValues>>,
+}
+
+impl InUse<'_> {
+    pub fn values(&self) -> &UnitValues {
+        self.values.get_or_init(|| self.units.values(self.table, self.dtype, (self.index, &self.unit)))
+    }
+
+    /// A matrix for a product with `rows` rows.
+    pub fn operand(&self, id: ParamId, rows: usize) -> Operand<'_> {
+        let codes = self.unit.codes(self.table.spec(id), rows);
+        codes.map_or_else(|| self.values().weight(id).into(), Operand::Nf4)
+    }
+
+    pub fn vector(&self, id: ParamId) -> Slice<'_> {
+        let range = self.table.spec(id).range();
+        let values = self.unit.vectors.iter().find(|values| values.range() == range);
+        values.expect("a vector of this unit").vector(id)
     }
 }

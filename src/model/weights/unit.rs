@@ -57,6 +57,12 @@ impl UnitValues {
         Self::new(table, range, len, dtype, false)
     }
 
+    /// The part `range` of a unit with unspecified values: whole parameters.
+    pub(super) fn of_range(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
+        let len = range.len();
+        Self::new(table, range, len, dtype, true)
+    }
+
     fn new(table: &Arc<ParamTable>, range: Range<usize>, padded_len: usize, dtype: DType, is_copied: bool) -> Self {
         assert!(padded_len >= range.len(), "elements {range:?} in memory of {padded_len}");
         let values = Flat::weights(table.device(), dtype, padded_len);

@@ -671,6 +671,7 @@ API cuLaunchKernel(Function* function, unsigned x, unsigned y, unsigned z, unsig
             std::fprintf(stderr, "emulated GPU: %s\n", complaint.c_str());
             fault = LaunchFailed;
         }
+        failing::next(function->name.c_str());
         static failing::Calls spoils("EMULATED_SPOILS");
         failing::Answer spoiled = spoils.next(function->name.c_str());
         if (spoiled.comes) std::memset(reinterpret_cast<void*>(words[static_cast<size_t>(spoiled.status)]), 0, 1024);

@@ -5,7 +5,7 @@
 // it; `1:hang` lets a collective not return for a minute; `@1` at the end means rank 1 alone. Each failure is a line of the file
 // EMULATED_FAILED. EMULATED_SPOILS does the same for kernels: `adamw_step:5:0` lets the fifth run of that kernel leave
 // zeros in the first KiB of its argument 0. EMULATED_CALLS is a file in which every process writes, at its end, the
-// number of calls of each function: its rank, name, number.
+// number of calls of each function and of runs of each kernel: its rank, name, number.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +82,7 @@ struct Calls {
     }
 };
 
-// Counts of calls by function. Written to the file when the process ends.
+// Counts of calls by function and of runs by kernel. Written to the file when the process ends.
 struct CallsOfFunctions : Calls {
     CallsOfFunctions() : Calls("EMULATED_FAILS") {}
 
