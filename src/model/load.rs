@@ -11,7 +11,6 @@ use super::names::LM_HEAD;
 use super::params::{ParamSpec, ParamTable};
 use super::part::{Cut, TensorPart};
 
-use super::weights::QuantizedOrNot;
 use super::weights::UnitValues;
 use super::weights::Weights;
 use super::weights::pack::{self, stored, whole_rows};
@@ -137,7 +136,7 @@ impl ModelFiles<'_> {
 }
 
 /// The parameters `kept` of a frozen base, which several models may share. Without `reads`, their values are
-/// unspecified. With `quantize`, layers are in nf4, and whole on each rank of the ZeRO axis.
+/// unspecified. With `quantize`, layers are in nf4.
 ///
 /// # Errors
 /// The errors of `load`.
@@ -156,7 +155,7 @@ pub fn load_base(
     let part = TensorPart::from_group(&axes.tensor);
     arch.check_tensor(part.size).map_err(|e| e.within(dir.display()))?;
     let table = Arc::new(ParamTable::of_base(device, &arch, head, part, kept));
-    let shards = Shards::new(&table, axes, if quantize { 0 } else { stage });
+    let shards = Shards::new(&table, axes, stage);
     let source = || open_table(&ModelFiles { dir, adapter: None, arch: &arch, head }, table.clone(), 0);
     let source = if reads { Some(source()?) } else { None };
     let fill = |values| match &source {
@@ -164,14 +163,11 @@ pub fn load_base(
         None => Ok(values),
     };
     let weights = if quantize {
-        Weights::quantized(table.clone(), dtype, |unit| match &source {
-            _ if !table.is_quantized(unit) => {
-                fill(UnitValues::scratch(&table, unit, dtype)).map(QuantizedOrNot::Values)
-            }
-            None => Ok(QuantizedOrNot::Quantized(QuantizedUnit::planned(&table, unit, dtype))),
-            Some(source) => QuantizedUnit::build(&table, unit, dtype, |spec| source.quantized(spec), fill)
-                .map(QuantizedOrNot::Quantized),
-        })
+        let of_unit = |unit| match &source {
+            None => Ok(QuantizedUnit::planned(&table, unit, dtype, &shards)),
+            Some(source) => QuantizedUnit::build(&table, unit, dtype, &shards, |spec| source.quantized(spec), fill),
+        };
+        Weights::quantized(table.clone(), dtype, &shards, of_unit, fill)
     } else {
         Weights::build(table.clone(), dtype, &shards, fill)
     };

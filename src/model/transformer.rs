@@ -187,7 +187,9 @@ impl Transformer {
     pub fn check_graphs(&self, w: &Weights) -> Result<(), String> {
         match () {
             () if !self.device.has_graphs() => Err("the model is not on a GPU".into()),
-            () if w.is_sharded() => Err("the weights are gathered as they are used".into()),
+            () if w.is_sharded() || w.base.as_ref().is_some_and(|base| base.is_sharded()) => {
+                Err("the weights are gathered as they are used".into())
+            }
             () => self.tensor.check_graphs(),
         }
     }

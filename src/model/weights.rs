@@ -2,6 +2,7 @@
 
 pub mod collect;
 mod gradients;
+mod in_use;
 mod moves;
 pub mod pack;
 pub mod partition;
@@ -9,16 +10,17 @@ pub(super) mod quantized;
 pub mod reshard;
 mod unit;
 
+use self::in_use::{Held, InUse};
 use self::partition::{Partition, Shards};
-use self::quantized::{InUse, QuantizedUnit, QuantizedUnits};
+use self::quantized::{QuantizedUnit, QuantizedUnits};
 use self::unit::check_cut;
-use super::params::{ParamId, ParamTable};
+use super::params::ParamTable;
 use crate::comm::{Pending, Stream};
 use crate::device::Device;
-use crate::device::cuda::{Arg, owned_by};
+use crate::device::cuda::{Arg, owned_by, owner};
 use crate::sys::lock::lock;
+use crate::tensor::DType;
 use crate::tensor::arena::{self, Buffer};
-use crate::tensor::{DType, Operand, Slice, Weight};
 use std::cell::OnceCell;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -27,8 +29,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 pub use self::gradients::Gradients;
+pub use self::in_use::Unit;
 pub use self::unit::UnitValues;
 
+/// The owner of their memory.
+const ON_USE: &str = "gathered units";
 /// The largest number of prefetched units: the next one and, after the last layer, a tied head's.
 const PREFETCHED_MAX: usize = 2;
 
@@ -54,11 +59,26 @@ struct Gathered {
     cache: Mutex<Cache>,
 }
 
+impl Gathered {
+    /// `None` if each rank holds all weights.
+    fn new(shards: &Shards) -> Option<Self> {
+        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
+        shards.weights().then(|| Self { partition, stream, cache: Mutex::default() })
+    }
+}
+
 #[derive(Default)]
 struct Cache {
     /// The unit that was requested last.
-    held: Option<(usize, Arc<UnitValues>)>,
-    prefetched: VecDeque<(usize, Pending<UnitValues>)>,
+    held: Option<(usize, Whole)>,
+    prefetched: VecDeque<(usize, Pending<Whole>)>,
+}
+
+/// A gathered unit.
+#[derive(Clone)]
+enum Whole {
+    Values(Arc<UnitValues>),
+    Quantized(Arc<QuantizedUnit>),
 }
 
 impl std::fmt::Debug for Weights {
@@ -72,7 +92,7 @@ impl Weights {
     pub(super) fn from_units(table: Arc<ParamTable>, dtype: DType, units: Vec<UnitValues>) -> Self {
         let ranges = units.iter().map(|values| (values.dtype(), values.range()));
         assert!(ranges.eq(table.units().iter().map(|unit| (dtype, unit.clone()))), "the units of another table");
-        Self { table, base: None, dtype, units, gathered: None, quantized: None, gathering: Vec::new() }
+        Self::of_units(table, dtype, units, None, None)
     }
 
     /// Builds weights. `fill` sets the values of one unit after another. At stage 3 a unit is this rank's range. At the
@@ -86,39 +106,40 @@ impl Weights {
         shards: &Shards,
         mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
-        let kept = |u| {
-            fill(if shards.weights() {
-                UnitValues::part_scratch(&table, shards.partition.own(u), dtype)
-            } else {
-                // Padded if the ranks gather it after an update.
-                UnitValues::padded_scratch(&table, u, dtype, shards.updated.padded_len(u))
-            })
-        };
-        let units = (0..table.units().len()).map(kept).collect::<Result<_, E>>()?;
-        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
-        let gathered = shards.weights().then(|| Gathered { partition, stream, cache: Mutex::default() });
-        Ok(Self { table, base: None, dtype, units, gathered, quantized: None, gathering: Vec::new() })
+        let units = (0..table.units().len()).map(|u| fill(room(&table, u, dtype, shards))).collect::<Result<_, E>>()?;
+        Ok(Self::of_units(table, dtype, units, Gathered::new(shards), None))
     }
 
-    /// Weights of a frozen base in nf4, whole on each rank of the ZeRO axis. `build` returns the values of a unit: those
-    /// of layers are quantized.
+    /// Weights of a frozen base in nf4. `quantize` returns this rank's share of a layer, and `fill` sets the values of
+    /// another unit, as in `build`.
     pub(super) fn quantized<E>(
         table: Arc<ParamTable>,
         dtype: DType,
-        mut build: impl FnMut(usize) -> Result<QuantizedOrNot, E>,
+        shards: &Shards,
+        mut quantize: impl FnMut(usize) -> Result<QuantizedUnit, E>,
+        mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
         let (mut units, mut quantized) = (Vec::new(), Vec::new());
         for u in 0..table.units().len() {
-            let start = table.units()[u].start;
-            let (values, unit) = match build(u)? {
-                QuantizedOrNot::Values(values) => (values, None),
-                QuantizedOrNot::Quantized(unit) => (UnitValues::part_scratch(&table, start..start, dtype), Some(unit)),
-            };
-            units.push(values);
-            quantized.push(unit);
+            let is_quantized = table.is_quantized(u);
+            quantized.push(if is_quantized { Some(Arc::new(quantize(u)?)) } else { None });
+            units.push(if is_quantized {
+                UnitValues::absent(&table, u, dtype)
+            } else {
+                fill(room(&table, u, dtype, shards))?
+            });
         }
-        let quantized = Some(QuantizedUnits::new(quantized));
-        Ok(Self { table, base: None, dtype, units, gathered: None, quantized, gathering: Vec::new() })
+        Ok(Self::of_units(table, dtype, units, Gathered::new(shards), Some(QuantizedUnits::new(quantized))))
+    }
+
+    fn of_units(
+        table: Arc<ParamTable>,
+        dtype: DType,
+        units: Vec<UnitValues>,
+        gathered: Option<Gathered>,
+        quantized: Option<QuantizedUnits>,
+    ) -> Self {
+        Self { table, base: None, dtype, units, gathered, quantized, gathering: Vec::new() }
     }
 
     /// Whether layers are in nf4.
@@ -146,6 +167,14 @@ impl Weights {
         self.gathered.as_ref().map(|gathered| &gathered.partition)
     }
 
+    /// The bytes of all values in the layout of `table`, without the base.
+    pub fn whole_bytes(&self, table: &ParamTable) -> usize {
+        let of = |(unit, range): (usize, &Range<usize>)| {
+            self.quantized_unit(unit).map_or(range.len() * self.dtype.bytes(), |unit| unit.whole_bytes())
+        };
+        table.units().iter().enumerate().map(of).sum()
+    }
+
     /// Whether this rank holds only its ranges and gathers units on use.
     pub fn is_sharded(&self) -> bool {
         self.gathered.is_some()
@@ -160,23 +189,43 @@ impl Weights {
 
     /// The same without those of the base.
     pub(super) fn own_unit(&self, index: usize) -> Held<'_> {
-        let Some(gathered) = self.gathered_on_use(index) else { return self.here(index) };
+        let whole = match (self.gathered_on_use(index), self.quantized_unit(index)) {
+            (Some(gathered), _) => self.gathered_unit(gathered, index),
+            (None, Some(unit)) => Whole::Quantized(unit.clone()),
+            (None, None) => return Held::Here(self.local(index)),
+        };
+        match (whole, &self.quantized) {
+            (Whole::Values(values), _) => Held::Gathered(values),
+            (Whole::Quantized(unit), Some(units)) => {
+                let (table, dtype, values) = (&self.table, self.dtype, OnceCell::new());
+                Held::Quantized(InUse { units, table, dtype, index, unit, values })
+            }
+            (Whole::Quantized(_), None) => unreachable!("a quantized unit of other weights"),
+        }
+    }
+
+    fn gathered_unit(&self, gathered: &Gathered, index: usize) -> Whole {
         let mut cache = lock(&gathered.cache);
-        if let Some((held, values)) = &cache.held
+        if let Some((held, whole)) = &cache.held
             && *held == index
         {
-            return Held::Gathered(values.clone());
+            return whole.clone();
         }
         // Its memory serves the next one.
         cache.held = None;
         let prefetched = cache.prefetched.iter().position(|(prefetched, _)| *prefetched == index);
         let pending = match prefetched.and_then(|i| cache.prefetched.remove(i)) {
             Some((_, pending)) => pending,
-            None => self.gather(gathered, index),
+            None => self.gather(gathered, index, ON_USE),
         };
-        let values = Arc::new(pending.wait());
-        cache.held = Some((index, values.clone()));
-        Held::Gathered(values)
+        let whole = pending.wait();
+        cache.held = Some((index, whole.clone()));
+        whole
+    }
+
+    /// This rank's codes, or share of them, of a unit in nf4.
+    fn quantized_unit(&self, unit: usize) -> Option<&Arc<QuantizedUnit>> {
+        self.quantized.as_ref().and_then(|all| all.units[unit].as_ref())
     }
 
     /// How to gather a unit on use, unless it is here. A unit of frozen parameters alone has nothing to gather.
@@ -199,19 +248,49 @@ impl Weights {
         while cache.prefetched.len() >= PREFETCHED_MAX {
             cache.prefetched.pop_front();
         }
-        cache.prefetched.push_back((index, self.gather(gathered, index)));
+        cache.prefetched.push_back((index, self.gather(gathered, index, ON_USE)));
     }
 
-    /// Starts to gather a unit of which this rank holds a range.
-    fn gather(&self, gathered: &Gathered, unit: usize) -> Pending<UnitValues> {
+    /// Starts to gather a unit of which this rank holds a range, into memory of `owner`.
+    fn gather(&self, gathered: &Gathered, unit: usize, owner: &'static str) -> Pending<Whole> {
         let partition = gathered.partition.clone();
+        if let Some(quantized) = self.quantized_unit(unit) {
+            let job = owned_by(owner, || quantized.gathering(partition.place()));
+            return gathered.stream.submit(|group| Whole::Quantized(Arc::new(job(group))));
+        }
         let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
-        let mut values = owned_by("gathered units", scratch);
+        let mut values = owned_by(owner, scratch);
         values.copy_part(self.local(unit));
         gathered.stream.submit(move |group| {
             values.gather(group, partition.shares(unit));
-            values
+            Whole::Values(Arc::new(values))
         })
+    }
+
+    /// A copy of sharded weights with all units gathered, and the bytes received for it. A collective.
+    ///
+    /// # Panics
+    /// If weights are not sharded.
+    pub(super) fn all_gathered(&self) -> (Self, usize) {
+        let gathered = self.gathered.as_ref().expect("sharded weights");
+        let under_way: Vec<_> = (0..self.units.len()).map(|u| self.gather(gathered, u, owner())).collect();
+        let (mut units, mut quantized, mut received) = (Vec::new(), Vec::new(), 0);
+        for (u, pending) in under_way.into_iter().enumerate() {
+            match pending.wait() {
+                Whole::Values(values) => {
+                    received += (values.range().len() - self.local(u).range().len()) * self.dtype.bytes();
+                    units.push(Arc::into_inner(values).expect("it was gathered for this"));
+                    quantized.push(None);
+                }
+                Whole::Quantized(unit) => {
+                    received += unit.bytes() - self.quantized_unit(u).map_or(0, |own| own.bytes());
+                    units.push(UnitValues::absent(&self.table, u, self.dtype));
+                    quantized.push(Some(unit));
+                }
+            }
+        }
+        let quantized = self.quantized.is_some().then(|| QuantizedUnits::new(quantized));
+        (Self::of_units(self.table.clone(), self.dtype, units, None, quantized), received)
     }
 
     /// Offloads weights of a GPU: copies them to pinned host memory, if they `have_changed` since the last offload, and
@@ -273,16 +352,9 @@ impl Weights {
         &self.units[unit]
     }
 
-    /// This rank's values of a unit, dequantized if it is in nf4.
+    /// This rank's values of a unit. One in nf4 is gathered, which is a collective, and dequantized.
     pub(super) fn here(&self, unit: usize) -> Held<'_> {
-        let quantized = self.quantized.as_ref().and_then(|units| Some((units, units.units[unit].clone()?)));
-        quantized.map_or_else(
-            || Held::Here(self.local(unit)),
-            |(units, quantized)| {
-                let (table, dtype, values) = (&self.table, self.dtype, OnceCell::new());
-                Held::Quantized(InUse { units, table, dtype, index: unit, unit: quantized, values })
-            },
-        )
+        if self.quantized_unit(unit).is_some() { self.own_unit(unit) } else { Held::Here(self.local(unit)) }
     }
 
     /// The addresses of everything on this rank's GPU, the base included.
@@ -340,8 +412,7 @@ impl Weights {
         if !shards.optimizer() || shards.weights() || self.table.units()[unit].is_empty() {
             return;
         }
-        let start = self.table.units()[unit].start;
-        let absent = UnitValues::part_scratch(&self.table, start..start, self.dtype);
+        let absent = UnitValues::absent(&self.table, unit, self.dtype);
         self.units[unit].wait();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
@@ -361,64 +432,12 @@ impl Weights {
     }
 }
 
-/// The values of a unit of a frozen base.
-pub(super) enum QuantizedOrNot {
-    Values(UnitValues),
-    Quantized(QuantizedUnit),
-}
-
-/// The parameters of one unit of a model, for layers.
-pub struct Unit<'a> {
-    own: Held<'a>,
-    base: Option<Held<'a>>,
-}
-
-pub(super) enum Held<'a> {
-    Here(&'a UnitValues),
-    Gathered(Arc<UnitValues>),
-    Quantized(InUse<'a>),
-}
-
-impl Held<'_> {
-    pub fn values(&self) -> &UnitValues {
-        match self {
-            Held::Here(values) => values,
-            Held::Gathered(values) => values,
-            Held::Quantized(unit) => unit.values(),
-        }
-    }
-}
-
-impl Unit<'_> {
-    /// The unit of a parameter, and its id there.
-    fn held(&self, id: ParamId) -> (&Held<'_>, ParamId) {
-        let held = if id.is_frozen { self.base.as_ref().expect("frozen parameters have a base") } else { &self.own };
-        (held, ParamId::own(id.index))
-    }
-
-    /// A matrix. Row-layout matrices are f32 with either dtype.
-    pub fn weight(&self, id: ParamId) -> Weight<'_> {
-        let (held, id) = self.held(id);
-        held.values().weight(id)
-    }
-
-    /// A matrix that `rows` rows are multiplied by.
-    pub fn operand(&self, id: ParamId, rows: usize) -> Operand<'_> {
-        match self.held(id) {
-            (Held::Quantized(unit), id) => unit.operand(id, rows),
-            (held, id) => held.values().weight(id).into(),
-        }
-    }
-
-    /// A norm, a bias or a value head: its elements, padding excluded.
-    pub fn vector(&self, id: ParamId) -> Slice<'_> {
-        match self.held(id) {
-            (Held::Quantized(unit), id) => unit.vector(id),
-            (held, id) => held.values().vector(id),
-        }
-    }
-
-    pub fn dtype(&self) -> DType {
-        self.own.values().dtype()
+/// Memory for this rank's part of a unit.
+fn room(table: &Arc<ParamTable>, unit: usize, dtype: DType, shards: &Shards) -> UnitValues {
+    if shards.weights() {
+        UnitValues::part_scratch(table, shards.partition.own(unit), dtype)
+    } else {
+        // Padded if the ranks gather it after an update.
+        UnitValues::padded_scratch(table, unit, dtype, shards.updated.padded_len(unit))
     }
 }

@@ -64,3 +64,21 @@ fn decoding_of_few_rows_reads_four_bits_in_graphs_and_changes_no_bit() {
         assert!(export("many") == export(other), "{other}: exported adapters");
     }
 }
+
+#[test]
+fn a_base_in_nf4_that_data_ranks_share_trains_bitwise_as_a_whole_one() {
+    let Some(dir) = emulated(&with(CONFIG, &json!({"num_hidden_layers": 2, "intermediate_size": 128}))) else { return };
+    let at = dir.path();
+    let job = "run ppo.toml model.quantize=nf4 lora.rank=8 lora.alpha=24 job.steps=2 mesh.data=2";
+    let export = |job: &str| std::fs::read(at.join(job).join("export/adapter_model.safetensors")).expect("an export");
+    for (name, sets) in [
+        ("whole", "mesh.zero=2 job.collectives=nccl"),
+        ("nccl", "mesh.zero=3 job.collectives=nccl"),
+        ("mpi", "mesh.zero=3 job.collectives=mpi"),
+    ] {
+        well(&mut command(2, at, &format!("{job} {sets} job.dir={name}")));
+        assert!(metrics(at, name).iter().all(|step| number(step, "gpu_graph_launches") > 0.0), "{name}");
+        assert_eq!(computed(at, name), computed(at, "whole"), "{name}");
+        assert!(export(name) == export("whole"), "{name}: exported adapters");
+    }
+}

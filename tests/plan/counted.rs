@@ -101,6 +101,15 @@ fn decoding_of_few_rows_on_a_base_in_nf4_reads_its_codes() {
     assert!(few[0] < many[0], "{few:?} {many:?}");
 }
 
+#[test]
+fn a_base_in_nf4_is_shared_over_data_ranks_at_stage_3() {
+    let [whole, half] = [2, 3].map(|stage| {
+        let chosen = on_nf4(&[&format!("mesh.zero={stage}")], 2);
+        chosen.main().memory.bytes_of(Phase::Train, "weights of the frozen base")
+    });
+    assert!((0.95..1.05).contains(&(2.0 * half as f64 / whole as f64)), "{half} of {whole} bytes");
+}
+
 /// The memory of one rank on a CPU.
 fn on_cpu(config: &Config, archs: &Archs) -> Memory {
     let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };

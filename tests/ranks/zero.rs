@@ -8,14 +8,15 @@ use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
 use rlhf_hpc::config::optim::{GradientOrder, OptimConfig};
+use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::learn::Learner;
 use rlhf_hpc::learn::Role;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
-use rlhf_hpc::model::Reshard;
+use rlhf_hpc::model::load::{ModelFiles, load_base};
 use rlhf_hpc::model::partition::BLOCK;
-use rlhf_hpc::model::{Arch, Head, Saved, TensorPart};
+use rlhf_hpc::model::{Arch, Head, ParamId, Reshard, Saved, TensorPart, Transformer, Weights, export, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 use serde_json::json;
@@ -30,6 +31,7 @@ pub const TESTS: &[Test] = &[
     Test { name: "no rank uses more memory than its stage allows", ranks: &[3], check: promises },
     Test { name: "units are reduced as soon as their backward is done", ranks: &[2], check: early },
     Test { name: "a gradient that is not a number is rejected on all ranks at every stage", ranks: &[3], check: nan },
+    Test { name: "a base in nf4 has the bits of one rank in equal shares", ranks: &[2, 3], check: quantized },
     Test { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[4], check: fixed },
 ];
 
@@ -248,6 +250,43 @@ fn nan(world: &World) {
         // The next minibatch is not affected.
         let norm = update(&setting, &mut learner, &axes, 11);
         assert!(norm.is_finite() && norm > 0.0);
+    }
+}
+
+fn quantized(world: &World) {
+    let (axes, dir) = (data_axes(world), tempfile::tempdir().expect("a folder"));
+    let (arch, head) = (arch("qwen3", false), Head::LanguageModel);
+    let random = init::init(&arch, head, DType::F32, 3);
+    export::export(dir.path(), &arch, &random, DType::F32, None).expect("an export");
+    let arch = Arch::load(dir.path()).expect("a model");
+    let files = ModelFiles { dir: dir.path(), adapter: None, arch: &arch, head };
+    let names = random.table.specs().iter().map(|spec| spec.name.clone()).collect();
+    for dtype in [DType::F32, DType::Bf16] {
+        let base = |axes: &Axes, stage| {
+            load_base(Device::Cpu, &files, &names, dtype, axes, stage, true, true).expect("a base")
+        };
+        let [alone, shared] = [base(&Axes::one(), 0), base(&axes, 3)];
+        let transformer = Transformer::for_axes(&arch, &shared.table, &axes);
+        let reshard = Reshard::new(&transformer, &shared.table, &axes, TensorPart::whole(), None);
+        let (whole, received) = reshard.weights(&shared);
+        assert!(shared.is_sharded() && !whole.is_sharded() && whole.is_quantized());
+        // Embedding and head are cut at whole blocks.
+        let (ours, theirs, rest) = (shared.bytes(), alone.bytes(), 2 * BLOCK * dtype.bytes());
+        assert!(ours < theirs / world.size + rest, "{ours} of {theirs} bytes");
+        assert!(received < theirs - theirs / world.size + rest, "{received} of {theirs} bytes");
+        for weights in [&*shared, &whole] {
+            for (index, spec) in alone.table.specs().iter().enumerate() {
+                let (id, unit) = (ParamId::own(index), alone.table.unit_of(ParamId::own(index)));
+                weights.prefetch((unit + 1) % alone.table.units().len());
+                let values = |weights: &Weights| {
+                    let unit = weights.unit(unit);
+                    let vector = if spec.shape.len() < 2 { unit.vector(id).f32().to_vec() } else { Vec::new() };
+                    (format!("{:?}", unit.weight(id).values), vector)
+                };
+                assert!(values(weights) == values(&alone), "{dtype:?} {}", spec.name);
+            }
+        }
+        shared.release();
     }
 }
 

@@ -110,6 +110,15 @@ fn adapters_start_without_size_and_grow_and_the_report_names_the_largest() {
 }
 
 #[test]
+fn a_base_in_nf4_that_data_ranks_share_trains_and_samples_bitwise_as_a_whole_one() {
+    let [whole, shared] = [2, 3].map(|stage| {
+        let sets = format!("job.steps=2 lora.critic.rank=2 model.quantize=nf4 mesh.data=2 mesh.zero={stage}");
+        Job::ppo(&format!("tuned-nf4-{stage}")).with(ADAPTERS).with(&sets).on(2).done()
+    });
+    shared.assert_same(&whole);
+}
+
+#[test]
 fn a_checkpoint_and_an_export_of_adapters_hold_only_what_trains() {
     let job = Job::ppo("tuned-files").with(ADAPTERS).with("job.steps=1").done();
     let config: Value = serde_json::from_slice(&job.read("export/adapter_config.json")).expect("JSON");

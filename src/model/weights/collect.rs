@@ -161,11 +161,12 @@ impl Staging {
                 }
             }
         }
+        let values = weights.here(unit);
         self.send.resize(lens[all.rank()].div_ceil(2), 0.0);
         let send: &mut [u16] = bytemuck::cast_slice_mut(&mut self.send);
         let mut at = 0;
         for part in own {
-            weights.here(unit).values().read_bits(&part, &mut send[at..at + words * part.len()]);
+            values.values().read_bits(&part, &mut send[at..at + words * part.len()]);
             at += words * part.len();
         }
         let is_first = all.rank() == 0;

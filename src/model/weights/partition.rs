@@ -60,6 +60,11 @@ impl Partition {
         self.ranks
     }
 
+    /// This rank, and the number of ranks.
+    pub fn place(&self) -> [usize; 2] {
+        [self.rank, self.ranks]
+    }
+
     /// The number of units.
     pub fn units(&self) -> usize {
         self.units.len()

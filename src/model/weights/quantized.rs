@@ -2,13 +2,14 @@
 //! reads the codes; otherwise the whole unit is dequantized.
 
 use super::UnitValues;
+use super::partition::Shards;
+use crate::comm::Group;
 use crate::device::cuda::{self, Arg, Memory, owned_by};
 use crate::device::{Device, null};
-use crate::model::params::{ParamId, ParamSpec, ParamTable};
+use crate::model::params::{ParamSpec, ParamTable};
 use crate::sys::lock::lock;
 use crate::tensor::nf4::{Held, Nf4, Place, dequantize};
-use crate::tensor::{DType, Flat, Operand, Slice, SliceMut};
-use std::cell::OnceCell;
+use crate::tensor::{DType, Flat, Piece, Slice, SliceMut};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -23,11 +24,11 @@ pub struct QuantizedUnits {
 /// A unit in nf4.
 pub struct QuantizedUnit {
     /// The flat range of each matrix, and its place in `words`.
-    matrices: Vec<(Range<usize>, Place)>,
-    /// Codes and scales of all matrices, two bytes a word.
+    matrices: Arc<Vec<(Range<usize>, Place)>>,
+    /// Codes and scales of all matrices, two bytes a word: all of them, or this rank's share. Shares are equally long.
     words: Flat,
-    /// Norms and biases.
-    vectors: Vec<UnitValues>,
+    /// Norms and biases, whole on each rank.
+    pub vectors: Arc<Vec<UnitValues>>,
 }
 
 /// Whether a parameter of a unit is quantized.
@@ -49,7 +50,8 @@ fn planned_place(spec: &ParamSpec, start: usize) -> Place {
 }
 
 impl QuantizedUnit {
-    /// A unit of `table`. `matrix` returns this rank's part of a matrix, and `fill` fills a range of other values.
+    /// This rank's share of a unit of `table`. `matrix` returns the tensor rank's part of a matrix, and `fill` fills a
+    /// range of other values.
     ///
     /// # Errors
     /// The errors of both.
@@ -57,6 +59,7 @@ impl QuantizedUnit {
         table: &Arc<ParamTable>,
         unit: usize,
         dtype: DType,
+        shards: &Shards,
         mut matrix: impl FnMut(&ParamSpec) -> Result<Nf4<'static>, E>,
         mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
@@ -73,11 +76,17 @@ impl QuantizedUnit {
             place.write(&nf4.view(), &mut bytes);
             matrices.push((range, place));
         }
-        Ok(Self { matrices, words: words(table.device(), &bytes), vectors })
+        let share = share(bytes.len(), shards);
+        bytes.resize(bytes.len().max(share.end), 0);
+        Ok(Self {
+            matrices: Arc::new(matrices),
+            words: words(table.device(), &bytes[share]),
+            vectors: Arc::new(vectors),
+        })
     }
 
     /// A unit of a plan, which has no values.
-    pub fn planned(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
+    pub fn planned(table: &Arc<ParamTable>, unit: usize, dtype: DType, shards: &Shards) -> Self {
         let (mut matrices, mut vectors, mut end) = (Vec::new(), Vec::new(), 0);
         for (id, range) in table.parts(&table.units()[unit]) {
             if is_quantized(table, unit, table.spec(id)) {
@@ -88,11 +97,34 @@ impl QuantizedUnit {
                 vectors.push(UnitValues::of_range(table, range, dtype));
             }
         }
-        Self { matrices, words: Flat::weights(table.device(), DType::Bf16, end / 2), vectors }
+        let words = Flat::weights(table.device(), DType::Bf16, share(end, shards).len() / 2);
+        Self { matrices: Arc::new(matrices), words, vectors: Arc::new(vectors) }
+    }
+
+    /// A job that gathers the words, of which each rank has a share.
+    pub fn gathering(&self, [rank, ranks]: [usize; 2]) -> impl FnOnce(&Group) -> Self + Send + use<> {
+        let each = self.words.len();
+        let shares: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
+        let mut words = Flat::weights(self.words.device(), DType::Bf16, ranks * each);
+        words.all_mut().copy_from(self.words.all(), &Piece::run(0, each), &Piece::run(rank * each, each));
+        let (matrices, vectors) = (self.matrices.clone(), self.vectors.clone());
+        move |group| {
+            group.gather_slice(words.all_mut(), &shares);
+            Self { matrices, words, vectors }
+        }
+    }
+
+    /// The bytes of all ranks' shares, without padding.
+    pub fn whole_bytes(&self) -> usize {
+        self.matrices.last().map_or(0, |(_, place)| place.end) + self.vectors_bytes()
+    }
+
+    fn vectors_bytes(&self) -> usize {
+        self.vectors.iter().map(UnitValues::bytes).sum()
     }
 
     pub fn bytes(&self) -> usize {
-        self.words.bytes() + self.vectors.iter().map(UnitValues::bytes).sum::<usize>()
+        self.words.bytes() + self.vectors_bytes()
     }
 
     /// The addresses of everything on a GPU.
@@ -102,7 +134,7 @@ impl QuantizedUnit {
     }
 
     /// A matrix whose products with `rows` rows read its codes.
-    fn codes(&self, spec: &ParamSpec, rows: usize) -> Option<cuda::nf4::Nf4<'_>> {
+    pub fn codes(&self, spec: &ParamSpec, rows: usize) -> Option<cuda::nf4::Nf4<'_>> {
         let Slice::Cuda(words) = self.words.all() else { return None };
         let (_, place) = self.matrices.iter().find(|(range, _)| *range == spec.range())?;
         Some(cuda::nf4::Nf4::new(place, words)).filter(|nf4| nf4.has_product(rows))
@@ -111,7 +143,7 @@ impl QuantizedUnit {
     fn dequantize(&self, to: &mut UnitValues) {
         null::note("dequantize", 0.0, (self.words.bytes() + to.bytes()) as f64);
         self.vectors.iter().for_each(|values| to.copy_part(values));
-        for (range, place) in &self.matrices {
+        for (range, place) in self.matrices.iter() {
             match (self.words.all(), to.spec_part_mut(range)) {
                 (Slice::Cuda(words), (spec, SliceMut::Cuda(mut values))) => {
                     let nf4 = cuda::nf4::Nf4::new(place, words);
@@ -131,6 +163,13 @@ impl QuantizedUnit {
     }
 }
 
+/// This rank's share of `bytes` bytes. The last shares may be longer than the rest of them.
+fn share(bytes: usize, shards: &Shards) -> Range<usize> {
+    let [rank, ranks] = if shards.weights() { shards.partition.place() } else { [0, 1] };
+    let each = bytes.div_ceil(ranks).next_multiple_of(16);
+    rank * each..(rank + 1) * each
+}
+
 /// A copy of bytes on a device.
 fn words(device: Device, bytes: &[u8]) -> Flat {
     if device == Device::Cuda {
@@ -143,12 +182,17 @@ fn words(device: Device, bytes: &[u8]) -> Flat {
 }
 
 impl QuantizedUnits {
-    pub fn new(units: Vec<Option<QuantizedUnit>>) -> Self {
-        Self { units: units.into_iter().map(|unit| unit.map(Arc::new)).collect(), cache: Mutex::default() }
+    pub fn new(units: Vec<Option<Arc<QuantizedUnit>>>) -> Self {
+        Self { units, cache: Mutex::default() }
     }
 
     /// The dequantized values of a unit. They live as long as the result, and at least until the next request.
-    fn values(&self, table: &Arc<ParamTable>, dtype: DType, (index, unit): (usize, &QuantizedUnit)) -> Arc<UnitValues> {
+    pub fn values(
+        &self,
+        table: &Arc<ParamTable>,
+        dtype: DType,
+        (index, unit): (usize, &QuantizedUnit),
+    ) -> Arc<UnitValues> {
         let mut cache = lock(&self.cache);
         if let Some((held, values)) = &*cache
             && *held == index
@@ -166,33 +210,5 @@ impl QuantizedUnits {
 
     pub fn release(&self) {
         *lock(&self.cache) = None;
-    }
-}
-
-/// A quantized unit in use. It is dequantized if values of its matrices are needed.
-pub struct InUse<'a> {
-    pub units: &'a QuantizedUnits,
-    pub table: &'a Arc<ParamTable>,
-    pub dtype: DType,
-    pub index: usize,
-    pub unit: Arc<QuantizedUnit>,
-    pub values: OnceCell<Arc<UnitValues>>,
-}
-
-impl InUse<'_> {
-    pub fn values(&self) -> &UnitValues {
-        self.values.get_or_init(|| self.units.values(self.table, self.dtype, (self.index, &self.unit)))
-    }
-
-    /// A matrix for a product with `rows` rows.
-    pub fn operand(&self, id: ParamId, rows: usize) -> Operand<'_> {
-        let codes = self.unit.codes(self.table.spec(id), rows);
-        codes.map_or_else(|| self.values().weight(id).into(), Operand::Nf4)
-    }
-
-    pub fn vector(&self, id: ParamId) -> Slice<'_> {
-        let range = self.table.spec(id).range();
-        let values = self.unit.vectors.iter().find(|values| values.range() == range);
-        values.expect("a vector of this unit").vector(id)
     }
 }

@@ -108,6 +108,10 @@ impl Reshard {
     /// Converts weights in the old layout to this rank's part in the new layout. Also returns the bytes that were
     /// received for it. A collective of all ranks.
     pub fn weights(&self, from: &Weights) -> (Weights, usize) {
+        if from.is_quantized() {
+            assert!(self.same(), "codes are not split again over the tensor axis");
+            return from.all_gathered();
+        }
         let count = self.to.units().len();
         self.received.set(0);
         let mut units = Vec::with_capacity(count);

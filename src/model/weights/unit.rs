@@ -57,6 +57,12 @@ impl UnitValues {
         Self::new(table, range, len, dtype, false)
     }
 
+    /// A unit whose values are elsewhere.
+    pub(super) fn absent(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
+        let start = table.units()[unit].start;
+        Self::part_scratch(table, start..start, dtype)
+    }
+
     /// The part `range` of a unit with unspecified values: whole parameters.
     pub(super) fn of_range(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType) -> Self {
         let len = range.len();

@@ -61,7 +61,6 @@ impl RolloutWeights {
                 "rollout.tensor must equal mesh.tensor = {training} with model.quantize (got {rollout})"
             )));
         }
-        let base = base.filter(|base| !base.is_quantized());
         let over = |weights: &Weights, base| Reshard::new(&actor.transformer, &weights.table, training, to, base);
         let reshard_base = base.filter(|_| moves).map(|base| over(base, None));
         let base = reshard_base.as_ref().map(Reshard::table);
@@ -82,7 +81,6 @@ impl RolloutWeights {
                 let base = base.map(|(reshard, base)| gather(reshard, base));
                 let (own, bytes) = gather(reshard, &actor.weights);
                 let (base, of_base) = base.unzip();
-                // A base in nf4 is used in place.
                 let base = base.map(Rc::new).or_else(|| actor.weights.base.clone());
                 (own.on_base(base), bytes + of_base.unwrap_or(0))
             });
@@ -94,8 +92,9 @@ impl RolloutWeights {
 
     /// Bytes of weights that a rank holds in addition to training's while it samples.
     pub fn bytes(&self, actor: &Role) -> usize {
-        let both = self.reshard.iter().chain(&self.reshard_base);
-        both.map(|reshard| reshard.table().len() * actor.weights.dtype().bytes()).sum()
+        let of = |(reshard, weights): (&Reshard, &Weights)| weights.whole_bytes(reshard.table());
+        let base = self.reshard_base.as_ref().zip(actor.weights.base.as_deref());
+        self.reshard.iter().map(|own| (own, &actor.weights)).chain(base).map(of).sum()
     }
 
     /// The actor's transformer on the ranks of the rollout.
