@@ -187,10 +187,10 @@ fn on_gpu<const N: usize>(x: &Tensor, outputs: [Output; N], c: Addend) {
 
 const FORWARD: &str = "matmul::forward";
 
-/// Counts the GEMM of `m` rows with W or its transpose for a plan. It reads W once.
+/// Counts the GEMM of `m` rows with W or its transpose for a plan.
 fn note(m: usize, w: &Operand) {
     let (n, k) = w.dims();
-    null::note(null::GEMM, 2.0 * (m * n * k) as f64, w.bytes() as f64);
+    null::note(null::GEMM, 2.0 * (m * n * k) as f64, w.bytes_read(m) as f64);
 }
 
 /// One of several GEMMs of the same x: y = x W^T + bias.

@@ -253,11 +253,11 @@ impl Operand<'_> {
         }
     }
 
-    /// The bytes that a GEMM reads.
-    pub fn bytes(&self) -> usize {
+    /// The bytes that a GEMM with `rows` rows reads.
+    pub fn bytes_read(&self, rows: usize) -> usize {
         match self {
             Self::Values(w) => w.n * w.k * w.dtype().bytes(),
-            Self::Nf4(w) => w.bytes(),
+            Self::Nf4(w) => w.bytes_read(rows),
         }
     }
 }

@@ -41,10 +41,10 @@ fn decoding_of_few_rows_reads_four_bits_in_graphs_and_changes_no_bit() {
     let Some(dir) = emulated(&with(CONFIG, &json!({"num_hidden_layers": 2, "intermediate_size": 128}))) else { return };
     let at = dir.path();
     let job = "run ppo.toml model.quantize=nf4 lora.rank=8 lora.alpha=24 optim.actor.lr=1e-2 job.steps=2 \
-               rollout.prompts_per_step=5 rollout.samples_per_prompt=4 rollout.response_tokens_min=8";
-    // 20 samples: at once, or a few at a time.
+               rollout.prompts_per_step=17 rollout.samples_per_prompt=4 rollout.response_tokens_min=8";
+    // 68 samples: at once, or a few at a time.
     let [many, few, ordinary] =
-        [("many", 32, true), ("few", 10, true), ("ordinary", 10, false)].map(|(name, rows, graphs)| {
+        [("many", 128, true), ("few", 34, true), ("ordinary", 34, false)].map(|(name, rows, graphs)| {
             let counts = at.join(format!("{name}.txt"));
             let line = format!("{job} rollout.batch_max={rows} rollout.graphs={graphs} job.dir={name}");
             well(command(1, at, &line).env("EMULATED_CALLS", &counts));
@@ -54,10 +54,10 @@ fn decoding_of_few_rows_reads_four_bits_in_graphs_and_changes_no_bit() {
             assert_eq!(graphs, number(&steps[1], "gpu_graph_launches") > 0.0, "{name}");
             ["nf4_matmul_16", "nf4_dequantize"].map(|kernel| calls.get(kernel).copied().unwrap_or(0))
         });
-    // Two steps, seven tokens after the prefill, two layers of seven matrices.
+    // Two steps, seven tokens after the prefill, two layers of seven matrices. Prefills may be of few rows, too.
     let decoded = 2 * 7 * 14;
-    assert_eq!((many[0], few, many[1] - few[1]), (0, ordinary, decoded), "{many:?} {few:?}");
-    assert!(few[0] >= 2 * decoded, "{few:?}");
+    assert_eq!(few, ordinary);
+    assert!(many[1] >= few[1] + decoded && few[0] >= many[0] + 2 * decoded, "{many:?} {few:?}");
     let export = |job: &str| std::fs::read(at.join(job).join("export/adapter_model.safetensors")).expect("an export");
     for other in ["few", "ordinary"] {
         assert_eq!(computed(at, "many"), computed(at, other), "{other}");
