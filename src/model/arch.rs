@@ -1,12 +1,12 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::bitsandbytes::{self, QUANTIZATION};
-use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer, NormSpec};
+use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, NormSpec};
+use super::blocks::{Blocks, positive};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
-use super::families::{BIDIRECTIONAL, Bias, Embedded, Family, Number, Scores};
+use super::families::{BIDIRECTIONAL, Embedded, Family, Number, Windows};
 use super::file_rows::HeadRows;
 use super::files;
-use super::layer_kinds;
 use super::names::{EMBEDDING, LM_HEAD};
 use super::rope::Rope;
 use super::tuning::Tuning;
@@ -14,7 +14,6 @@ use super::wrapper::Wrapper;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::dtype::{DType, round_bf16};
 use crate::error::Result;
-use crate::ops::glu::Activation;
 use crate::ops::rope::Rotation;
 use crate::sys::files::read_object;
 use crate::sys::stderr;
@@ -122,7 +121,7 @@ impl Arch {
                 dir.display()
             ));
         }
-        config_json::warn(dir, &Wrapper::split(&config)?.0, arch.family);
+        config_json::warn(dir, &Wrapper::split(&config)?.0, arch.family.keys, arch.family.windows != Windows::Never);
         if dir.join("adapter_config.json").exists() {
             stderr::warn_once(&format!(
                 "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
@@ -218,18 +217,15 @@ impl Arch {
     /// The architecture that a parsed config.json describes.
     pub fn from_config(config: &Map<String, Value>) -> Result<Self> {
         let (config, wrapper) = Wrapper::split(config)?;
-        let config = &config;
-        let c = Reader::new(config);
+        let c = Reader::new(&config);
         let class = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
         let model_type = c.text("model_type")?;
         let (family, is_value) = Family::identify(model_type.as_deref(), class).map_err(|e| e.within("config.json"))?;
-        let activation = activation(&c, family)?;
         if c.flag(BIDIRECTIONAL)?.unwrap_or(false) {
             return Err(c.wrong(BIDIRECTIONAL, "must be false: a language model sees earlier tokens only"));
         }
-        bitsandbytes::is_nf4(config)?;
+        bitsandbytes::is_nf4(&config)?;
         let width = c.count_needed("hidden_size")?;
-        let heads = c.count_needed("num_attention_heads")?;
         let layers = c.count_needed("num_hidden_layers")?;
         let vocabulary = c.count_needed("vocab_size")?;
         for (key, value, most) in [
@@ -242,38 +238,8 @@ impl Arch {
             }
         }
         let context = c.count("max_position_embeddings")?.unwrap_or(family.context);
-        let bias = |bias: Bias| match bias {
-            Bias::Never => Ok(false),
-            Bias::Always => Ok(true),
-            Bias::Key(key, default) => Ok(c.flag(key)?.unwrap_or(default)),
-        };
-        let head_dim = head_dim(&c, family, width, heads)?;
         let prefix = c.text("value_head_prefix")?;
-        let kinds = layer_kinds::read(&c, family, layers, context)?;
-        let attention = AttentionSpec {
-            heads,
-            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
-            head_dim,
-            window: None,
-            rope: 0,
-            scale: score_scale(&c, family, head_dim)?,
-            softcap: positive(&c, family.score_softcap)?,
-            qkv_bias: bias(family.qkv_bias)?,
-            o_bias: bias(family.o_bias)?,
-            qk_norm: family.qk_norm,
-        };
-        let mlp_width = c.count_needed("intermediate_size")?;
-        let feed = Feed::Dense(DenseSpec {
-            width: mlp_width,
-            activation,
-            bias: bias(family.mlp_bias)?,
-            is_joined: family.files.joins_gate_up,
-        });
-        let residual_scale = positive(&c, family.residual_scale)?.unwrap_or(1.0);
-        let block = |(window, rope)| {
-            let mixer = Mixer::Attention(AttentionSpec { window, rope, ..attention });
-            BlockSpec { mixer, feed, norms: family.norms, residual_scale }
-        };
+        let Blocks { blocks, ropes } = Blocks::read(&c, family, width, layers, context)?;
         let eps = c.number("rms_norm_eps")?.unwrap_or(family.norm_eps) as f32;
         let arch = Self {
             family,
@@ -281,12 +247,12 @@ impl Arch {
             vocabulary,
             padded_from: None,
             width,
-            blocks: kinds.layers.into_iter().map(block).collect(),
+            blocks,
             context,
             longest: context,
             norm: NormSpec { eps, offset: family.norm_offset },
             tied: c.flag("tie_word_embeddings")?.unwrap_or(family.tied),
-            ropes: kinds.ropes,
+            ropes,
             embed_scale: embed_scale(&c, family, width)?,
             logit_scale: 1.0 / positive(&c, family.logit_divisor)?.unwrap_or(1.0),
             logit_softcap: positive(&c, family.logit_softcap)?,
@@ -296,15 +262,11 @@ impl Arch {
             pad_token: c.tokens("pad_token_id")?.first().copied(),
             value_head: prefix.unwrap_or_else(|| "score".into()),
             reward_mean_std: c.number("mean")?.zip(c.number("std")?).map(|(m, s)| (m as f32, s as f32)),
-            source: config
-                .iter()
-                .filter(|(key, _)| *key != QUANTIZATION)
-                .map(|(k, v)| (k.clone(), v.clone()))
-                .collect(),
+            source: config.into_iter().filter(|(key, _)| *key != QUANTIZATION).collect(),
             wrapper,
             tuning: None,
         };
-        arch.check(&c)?;
+        arch.check(&Reader::new(&arch.source))?;
         Ok(arch)
     }
 
@@ -364,56 +326,6 @@ impl Arch {
     /// The MLPs of the layers.
     pub fn mlps(&self) -> impl Iterator<Item = &DenseSpec> {
         self.blocks.iter().map(BlockSpec::mlp)
-    }
-}
-
-/// The columns of a head.
-fn head_dim(c: &Reader, family: &Family, width: usize, heads: usize) -> Result<usize> {
-    match c.count("head_dim")?.or(family.head_dim) {
-        Some(given) => Ok(given),
-        None if width.is_multiple_of(heads) => Ok(width / heads),
-        None => {
-            let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
-            Err(c.wrong("hidden_size", &what))
-        }
-    }
-}
-
-/// The MLP's activation.
-fn activation(c: &Reader, family: &Family) -> Result<Activation> {
-    let (key, default) = family.activation;
-    match c.text(key)?.as_deref() {
-        None => Ok(default),
-        Some("silu" | "swish") => Ok(Activation::Silu),
-        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
-        Some(other) => Err(c.wrong(key, &format!("must be \"silu\" or \"gelu_pytorch_tanh\" (got \"{other}\")"))),
-    }
-}
-
-/// A number that must be positive.
-fn positive(c: &Reader, number: Number) -> Result<Option<f32>> {
-    let (key, default) = match number {
-        Number::Fixed(value) => return Ok(value.map(|x| x as f32)),
-        Number::Key(key, default) => (key, default),
-    };
-    let found = if c.has(key) { c.number(key)? } else { default };
-    match found {
-        Some(x) if x <= 0.0 => Err(c.wrong(key, &format!("must be above 0 (got {x})"))),
-        found => Ok(found.map(|x| x as f32)),
-    }
-}
-
-/// The factor on the scores of attention.
-fn score_scale(c: &Reader, family: &Family, head_dim: usize) -> Result<f32> {
-    let root = |x: f64| (1.0 / x.sqrt()) as f32;
-    match family.scores {
-        // The same bits as ever.
-        Scores::HeadDim => Ok(1.0 / (head_dim as f32).sqrt()),
-        Scores::Scalar(default) => {
-            let scalar = positive(c, Number::Key("query_pre_attn_scalar", Some(default)))?;
-            Ok(root(scalar.map_or(default, f64::from)))
-        }
-        Scores::Multiplier => Ok(positive(c, Number::Key("attention_multiplier", Some(1.0)))?.unwrap_or(1.0)),
     }
 }
 

@@ -74,62 +74,114 @@ impl QuantizedFiles {
     /// The parameter `name`; `None` if it is not quantized or not in the files.
     ///
     /// # Errors
-    /// Those of `stored`.
+    /// Those of `Quantized::check`.
     pub fn get(&self, name: &str) -> Result<Option<Nf4<'_>>> {
-        stored(&self.0, name)
+        let checked = Quantized::check(&self.0, name)?;
+        Ok(checked.map(|quantized| quantized.matrix(&self.0, name)))
     }
 }
 
-/// The parameter `name` if the files contain it in nf4. Codes stay in the mapped file.
-///
-/// # Errors
-/// `Data`, naming the file and tensor: another quantization, other sizes of blocks, missing or inconsistent tensors, or
-/// scales that are not finite.
-pub(super) fn stored<'a>(checkpoint: &'a Checkpoint, name: &str) -> Result<Option<Nf4<'a>>> {
-    let Some(codes) = checkpoint.get(name) else { return Ok(None) };
-    let path = codes.path.display();
-    let refused = |what: &str| Error::data(format!("{path}: tensor {name} {what}")).hint(HINT);
-    if checkpoint.get(&format!("{name}.{STATE}fp4")).is_some() {
-        return Err(refused("is quantized to fp4, not nf4"));
-    }
-    if codes.dtype == Dtype::I8 {
-        return Err(refused("is quantized to int8, not nf4"));
-    }
-    let Some(state) = checkpoint.get(&format!("{name}.{STATE}nf4")) else {
-        let is_quantized =
-            codes.dtype == Dtype::U8 || PARTS.iter().any(|part| checkpoint.get(&format!("{name}.{part}")).is_some());
-        return if is_quantized {
-            Err(refused(&format!("is quantized, but {name}.{STATE}nf4 is missing")))
-        } else {
-            Ok(None)
-        };
-    };
-    let parts = Parts { checkpoint, path: codes.path, name };
-    let state = State::parse(&state).map_err(|e| e.within(format_args!("{path}: {name}.{STATE}nf4")))?;
-    let [n, k] = state.shape;
-    let len = n.checked_mul(k).ok_or_else(|| refused("is too large"))?;
-    if codes.bytes.len() != len.div_ceil(2) {
-        let (needed, bytes) = (len.div_ceil(2), codes.bytes.len());
-        return Err(damaged(
-            codes.path,
-            &format!("tensor {name} of shape [{n}, {k}] must have {needed} bytes (got {bytes})"),
-        ));
-    }
-    if parts.f32("quant_map", TABLE.len())? != TABLE {
-        return Err(refused("has a quant_map that is not the table of nf4"));
-    }
-    let blocks = len.div_ceil(BLOCK);
-    let scales = match state.nested_offset {
-        None => Absmax::F32(parts.f32("absmax", blocks)?.into()),
-        Some(offset) => {
-            let codes = parts.get("absmax", Dtype::U8, blocks)?.bytes;
-            let largest = parts.f32("nested_absmax", blocks.div_ceil(NESTED_BLOCK))?;
-            let map = parts.f32("nested_quant_map", 256)?;
-            let map = Box::new(<[f32; 256]>::try_from(map).expect("the length is checked"));
-            Absmax::Nested(Nested::new(Cow::Borrowed(codes), largest.into(), map, offset))
+/// A quantized matrix whose tensors were checked.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Quantized {
+    /// Outputs and inputs.
+    pub shape: [usize; 2],
+    /// With double quantization.
+    nested_offset: Option<f32>,
+}
+
+impl Quantized {
+    /// The parameter `name` if the files contain it in nf4.
+    ///
+    /// # Errors
+    /// `Data`, naming the file and tensor: another quantization, other sizes of blocks, missing or inconsistent tensors,
+    /// or scales that are not finite.
+    pub fn check(checkpoint: &Checkpoint, name: &str) -> Result<Option<Self>> {
+        let Some(codes) = checkpoint.get(name) else { return Ok(None) };
+        let path = codes.path.display();
+        let refused = |what: &str| Error::data(format!("{path}: tensor {name} {what}")).hint(HINT);
+        if checkpoint.get(&format!("{name}.{STATE}fp4")).is_some() {
+            return Err(refused("is quantized to fp4, not nf4"));
         }
-    };
-    Ok(Some(Nf4 { n, k, codes: Cow::Borrowed(codes.bytes), scales }))
+        if codes.dtype == Dtype::I8 {
+            return Err(refused("is quantized to int8, not nf4"));
+        }
+        let Some(state) = checkpoint.get(&format!("{name}.{STATE}nf4")) else {
+            let has_part = |part: &&str| checkpoint.get(&format!("{name}.{part}")).is_some();
+            return if codes.dtype == Dtype::U8 || PARTS.iter().any(has_part) {
+                Err(refused(&format!("is quantized, but {name}.{STATE}nf4 is missing")))
+            } else {
+                Ok(None)
+            };
+        };
+        let parts = Parts { checkpoint, path: codes.path, name };
+        let quantized = Self::parse(&state).map_err(|e| e.within(format_args!("{path}: {name}.{STATE}nf4")))?;
+        let [n, k] = quantized.shape;
+        let len = n.checked_mul(k).ok_or_else(|| refused("is too large"))?;
+        if codes.bytes.len() != len.div_ceil(2) {
+            let (needed, bytes) = (len.div_ceil(2), codes.bytes.len());
+            return Err(damaged(
+                codes.path,
+                &format!("tensor {name} of shape [{n}, {k}] must have {needed} bytes (got {bytes})"),
+            ));
+        }
+        parts.check_f32("quant_map", TABLE.len())?;
+        if parts.f32("quant_map") != TABLE {
+            return Err(refused("has a quant_map that is not the table of nf4"));
+        }
+        let blocks = len.div_ceil(BLOCK);
+        if quantized.nested_offset.is_some() {
+            parts.get("absmax", Dtype::U8, blocks)?;
+            parts.check_f32("nested_absmax", blocks.div_ceil(NESTED_BLOCK))?;
+            parts.check_f32("nested_quant_map", 256)?;
+        } else {
+            parts.check_f32("absmax", blocks)?;
+        }
+        Ok(Some(quantized))
+    }
+
+    /// The checked matrix `name`. Codes stay in the mapped file.
+    pub fn matrix<'a>(&self, checkpoint: &'a Checkpoint, name: &str) -> Nf4<'a> {
+        let found = |name: &str| checkpoint.get(name).expect("it was checked");
+        let (parts, [n, k]) = (Parts { checkpoint, path: found(name).path, name }, self.shape);
+        let scales = match self.nested_offset {
+            None => Absmax::F32(parts.f32("absmax").into()),
+            Some(offset) => {
+                let map = Box::new(<[f32; 256]>::try_from(parts.f32("nested_quant_map")).expect("it was checked"));
+                let codes = Cow::Borrowed(found(&format!("{name}.absmax")).bytes);
+                Absmax::Nested(Nested::new(codes, parts.f32("nested_absmax").into(), map, offset))
+            }
+        };
+        Nf4 { n, k, codes: Cow::Borrowed(found(name).bytes), scales }
+    }
+
+    /// Reads the JSON of a quantized matrix.
+    fn parse(stored: &Stored) -> Result<Self> {
+        let object = serde_json::from_slice::<Map<String, Value>>(stored.bytes);
+        let object = object.map_err(|e| Error::data(format!("not a JSON object: {e}")))?;
+        let must = |key: &str, wanted: &str| {
+            let got = object.get(key).unwrap_or(&Value::Null);
+            Error::data(format!("{key} must be {wanted} (got {got})"))
+        };
+        let need = |key: &str, wanted: Value| match object.get(key) {
+            Some(got) if *got == wanted => Ok(()),
+            _ => Err(must(key, &wanted.to_string()).hint(HINT)),
+        };
+        need("quant_type", "nf4".into())?;
+        need("blocksize", BLOCK.into())?;
+        let size = |dim: &Value| dim.as_u64().map(|dim| dim as usize).filter(|dim| *dim > 0);
+        let shape: Option<Vec<usize>> =
+            object.get("shape").and_then(Value::as_array).and_then(|all| all.iter().map(size).collect());
+        let shape = shape.and_then(|shape| <[usize; 2]>::try_from(shape).ok());
+        let shape = shape.ok_or_else(|| must("shape", "[outputs, inputs]"))?;
+        if !object.contains_key("nested_blocksize") {
+            return Ok(Self { shape, nested_offset: None });
+        }
+        need("nested_blocksize", NESTED_BLOCK.into())?;
+        need("nested_dtype", "float32".into())?;
+        let offset = object.get("nested_offset").and_then(Value::as_f64).map(|x| x as f32).filter(|x| x.is_finite());
+        Ok(Self { shape, nested_offset: Some(offset.ok_or_else(|| must("nested_offset", "a number"))?) })
+    }
 }
 
 fn damaged(path: &Path, what: &str) -> Error {
@@ -157,50 +209,19 @@ impl<'a> Parts<'a, '_> {
         Ok(found)
     }
 
-    /// Finite values.
-    fn f32(&self, part: &str, len: usize) -> Result<Vec<f32>> {
+    /// Checks that a part has `len` finite values.
+    fn check_f32(&self, part: &str, len: usize) -> Result<()> {
         let found = self.get(part, Dtype::F32, len)?;
-        let (values, _) = found.bytes.as_chunks::<4>();
-        let values: Vec<f32> = values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
-        if !values.iter().all(|x| x.is_finite()) {
-            return Err(damaged(found.path, &format!("tensor {}.{part} contains NaN or infinite values", self.name)));
+        if self.f32(part).iter().all(|x| x.is_finite()) {
+            return Ok(());
         }
-        Ok(values)
+        Err(damaged(found.path, &format!("tensor {}.{part} contains NaN or infinite values", self.name)))
     }
-}
 
-/// The JSON of a quantized matrix.
-struct State {
-    shape: [usize; 2],
-    /// With double quantization.
-    nested_offset: Option<f32>,
-}
-
-impl State {
-    fn parse(stored: &Stored) -> Result<Self> {
-        let object = serde_json::from_slice::<Map<String, Value>>(stored.bytes);
-        let object = object.map_err(|e| Error::data(format!("not a JSON object: {e}")))?;
-        let must = |key: &str, wanted: &str| {
-            let got = object.get(key).unwrap_or(&Value::Null);
-            Error::data(format!("{key} must be {wanted} (got {got})"))
-        };
-        let need = |key: &str, wanted: Value| match object.get(key) {
-            Some(got) if *got == wanted => Ok(()),
-            _ => Err(must(key, &wanted.to_string()).hint(HINT)),
-        };
-        need("quant_type", "nf4".into())?;
-        need("blocksize", BLOCK.into())?;
-        let size = |dim: &Value| dim.as_u64().map(|dim| dim as usize).filter(|dim| *dim > 0);
-        let shape: Option<Vec<usize>> =
-            object.get("shape").and_then(Value::as_array).and_then(|all| all.iter().map(size).collect());
-        let shape = shape.and_then(|shape| <[usize; 2]>::try_from(shape).ok());
-        let shape = shape.ok_or_else(|| must("shape", "[outputs, inputs]"))?;
-        if !object.contains_key("nested_blocksize") {
-            return Ok(Self { shape, nested_offset: None });
-        }
-        need("nested_blocksize", NESTED_BLOCK.into())?;
-        need("nested_dtype", "float32".into())?;
-        let offset = object.get("nested_offset").and_then(Value::as_f64).map(|x| x as f32).filter(|x| x.is_finite());
-        Ok(Self { shape, nested_offset: Some(offset.ok_or_else(|| must("nested_offset", "a number"))?) })
+    /// The values of a checked part.
+    fn f32(&self, part: &str) -> Vec<f32> {
+        let found = self.checkpoint.get(&format!("{}.{part}", self.name)).expect("it was checked");
+        let (values, _) = found.bytes.as_chunks::<4>();
+        values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
     }
 }

@@ -70,18 +70,18 @@ impl Block {
         let norm = |table: &mut ParamTable, part: Option<&str>| {
             part.map(|part| Norm::declare(table, &name(part), arch.width, arch.norm))
         };
-        let [before, behind] = spec.norms.attention;
+        let [before, after] = spec.norms.attention;
         let attention = Branch {
             pre: norm(table, before),
             body: Attention::declare(table, &name("self_attn"), arch, attention),
-            post: norm(table, behind),
+            post: norm(table, after),
             scale: spec.residual_scale,
         };
-        let [before, behind] = spec.norms.mlp;
+        let [before, after] = spec.norms.mlp;
         let mlp = Branch {
             pre: norm(table, before),
             body: Mlp::declare(table, &name("mlp"), arch.width, mlp),
-            post: norm(table, behind),
+            post: norm(table, after),
             scale: spec.residual_scale,
         };
         Self { attention, mlp }

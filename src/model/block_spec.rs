@@ -27,12 +27,12 @@ pub enum Feed {
     Dense(DenseSpec),
 }
 
-/// The norms of a layer by name. A branch is x += behind(f(before(x))), where either norm may be absent.
+/// The norms of a layer by name. A branch is x += after(f(before(x))), where either norm may be absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Norms {
-    /// Before and behind attention.
+    /// Before and after attention.
     pub attention: [Option<&'static str>; 2],
-    /// Before and behind the MLP.
+    /// Before and after the MLP.
     pub mlp: [Option<&'static str>; 2],
 }
 
@@ -40,7 +40,7 @@ impl Norms {
     /// Before each branch.
     pub const PRE: Self =
         Self { attention: [Some("input_layernorm"), None], mlp: [Some("post_attention_layernorm"), None] };
-    /// Behind each branch.
+    /// After each branch.
     pub const POST: Self =
         Self { attention: [None, Some("post_attention_layernorm")], mlp: [None, Some("post_feedforward_layernorm")] };
     /// On both sides of each branch.

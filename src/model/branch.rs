@@ -59,8 +59,8 @@ pub(super) struct Inner<S> {
     /// 1 / rms of the input of the norm in front (t, 1)
     rstd: Option<Tensor>,
     pub body: S,
-    /// The input of the norm behind (t, d), and its 1 / rms
-    behind: Option<(Tensor, Tensor)>,
+    /// The input of the norm after the body (t, d), and its 1 / rms
+    after: Option<(Tensor, Tensor)>,
 }
 
 impl<B: Body> Branch<B> {
@@ -79,8 +79,8 @@ impl<B: Body> Branch<B> {
             return Some(BranchSaved { x: x?, inner: None });
         }
         let body = self.body.forward(c, n, keys);
-        let (x, behind) = self.add_to(c, x, true, |y, keeps| self.body.add(c, &body, y, keeps));
-        Some(BranchSaved { x: x?, inner: Some(Inner { rstd, body, behind }) })
+        let (x, after) = self.add_to(c, x, true, |y, keeps| self.body.add(c, &body, y, keeps));
+        Some(BranchSaved { x: x?, inner: Some(Inner { rstd, body, after }) })
     }
 
     /// The body's input, and 1 / rms of the norm in front.
@@ -95,7 +95,7 @@ impl<B: Body> Branch<B> {
     }
 
     /// x += s post(y), where `body` adds y to its argument, as `Body::add`. Returns the previous value of x if it is
-    /// kept, and the input of the norm behind with its 1 / rms.
+    /// kept, and the input of the norm after the body with its 1 / rms.
     fn add_to(
         &self,
         c: Context,
@@ -125,13 +125,13 @@ impl<B: Body> Branch<B> {
     fn recomputed(&self, c: Context, x: &Tensor, packed: &Packed) -> Inner<B::Saved> {
         let (n, rstd) = self.input(c, x);
         let body = self.body.forward(c, n, &mut LayerKeys::Packed(packed));
-        let behind = self.post.as_ref().map(|post| {
+        let after = self.post.as_ref().map(|post| {
             let mut y = x.zeros_like(x.rows(), x.width());
             self.body.add(c, &body, &mut y, false);
             let (_, rstd) = post.forward(c.w, &y);
             (y, rstd)
         });
-        Inner { rstd, body, behind }
+        Inner { rstd, body, after }
     }
 
     /// The gradient of x before the branch from that after it, in place in `dx`.
@@ -144,8 +144,8 @@ impl<B: Body> Branch<B> {
         grads: &mut Gradients,
     ) {
         let BranchSaved { x, inner } = saved;
-        let Inner { rstd, body, behind } = inner.unwrap_or_else(|| self.recomputed(c, &x, packed));
-        let dn = match self.slope(c, behind, dx, grads) {
+        let Inner { rstd, body, after } = inner.unwrap_or_else(|| self.recomputed(c, &x, packed));
+        let dn = match self.slope(c, after, dx, grads) {
             Some(dy) => self.body.backward(c, packed, body, &dy, grads),
             None => self.body.backward(c, packed, body, dx, grads),
         };
@@ -156,19 +156,13 @@ impl<B: Body> Branch<B> {
     }
 
     /// The gradient dy of the body's result from that of the sum; `None` if they are equal.
-    fn slope(
-        &self,
-        c: Context,
-        behind: Option<(Tensor, Tensor)>,
-        dx: &Tensor,
-        grads: &mut Gradients,
-    ) -> Option<Tensor> {
+    fn slope(&self, c: Context, after: Option<(Tensor, Tensor)>, dx: &Tensor, grads: &mut Gradients) -> Option<Tensor> {
         let scaled = (self.scale != 1.0).then(|| {
             let mut dx = residual::copy(dx);
             scale::by(self.scale, &mut dx);
             dx
         });
-        let (Some(post), Some((y, rstd))) = (&self.post, behind) else { return scaled };
+        let (Some(post), Some((y, rstd))) = (&self.post, after) else { return scaled };
         let mut dy = y.zeros_like(y.rows(), y.width());
         post.backward(c, &y, &rstd, scaled.as_ref().unwrap_or(dx), &mut dy, grads);
         Some(dy)

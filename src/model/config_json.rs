@@ -1,6 +1,5 @@
 //! Typed reading of config.json. A key is absent (or null) or has the right type; else the error names it.
 
-use super::families::{Family, Windows};
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
 use crate::sys::stderr;
@@ -208,8 +207,7 @@ const ROPE: [&str; 16] = [
 ];
 
 /// Warns about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
-pub(super) fn warn(dir: &Path, config: &Map<String, Value>, family: &Family) {
-    let has_windows = family.windows != Windows::Never;
+pub(super) fn warn(dir: &Path, config: &Map<String, Value>, of_family: &[&str], has_windows: bool) {
     let is_zero = |key: &str| config.get(key).and_then(Value::as_f64) == Some(0.0);
     let is_off = |key: &str| (key.ends_with("dropout") || key.ends_with("_pdrop")) && is_zero(key);
     let is_full =
@@ -218,11 +216,7 @@ pub(super) fn warn(dir: &Path, config: &Map<String, Value>, family: &Family) {
         "sliding_window" | "max_window_layers" | "use_sliding_window" => has_windows,
         "layer_types" => has_windows || is_full(),
         _ => {
-            key == OF_JOB
-                || USED.contains(&key)
-                || IRRELEVANT.contains(&key)
-                || family.keys.contains(&key)
-                || is_off(key)
+            key == OF_JOB || USED.contains(&key) || IRRELEVANT.contains(&key) || of_family.contains(&key) || is_off(key)
         }
     };
     let path = dir.join("config.json");

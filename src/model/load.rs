@@ -3,19 +3,17 @@
 
 use super::adapter_files::AdapterFiles;
 use super::arch::{Arch, Head};
-use super::bitsandbytes;
+use super::bitsandbytes::{self, Quantized};
 use super::file_rows::FileRows;
 use super::files::{Checkpoint, Stored, listed};
 use super::init;
 use super::names::LM_HEAD;
 use super::params::{ParamSpec, ParamTable};
 use super::part::{Cut, TensorPart};
-
-use super::weights::UnitValues;
-use super::weights::Weights;
 use super::weights::pack::{self, stored, whole_rows};
 use super::weights::partition::Shards;
 use super::weights::quantized::QuantizedUnit;
+use super::weights::{UnitValues, Weights};
 use super::wrapper::is_other;
 use crate::comm::Axes;
 use crate::device::Device;
@@ -23,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::tensor::nf4::{Held, Nf4};
 use crate::tensor::{DType, SliceMut};
 use safetensors::Dtype;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::Path;
 use std::rc::Rc;
@@ -180,6 +178,8 @@ pub struct Source {
     /// The parameters of this rank.
     pub table: Arc<ParamTable>,
     checkpoint: Checkpoint,
+    /// The matrices in nf4 by name.
+    quantized: HashMap<String, Quantized>,
     adapter: Option<AdapterFiles>,
     seed: u64,
 }
@@ -204,8 +204,8 @@ fn open_table(files: &ModelFiles, table: Arc<ParamTable>, seed: u64) -> Result<S
     let adapter = files.adapter.map(|dir| AdapterFiles::open(dir, &whole.shapes())).transpose()?;
     let is_elsewhere =
         |name: &str| table.find(name).is_none() || adapter.as_ref().is_some_and(|adapter| adapter.get(name).is_some());
-    check(files.dir, files.arch, &whole, &checkpoint, is_elsewhere)?;
-    Ok(Source { arch: files.arch.clone(), table, checkpoint, adapter, seed })
+    let quantized = check(files.dir, files.arch, &whole, &checkpoint, is_elsewhere)?;
+    Ok(Source { arch: files.arch.clone(), table, checkpoint, quantized, adapter, seed })
 }
 
 /// The parameter table of the model in `dir`. Only config.json is read: the weights come from elsewhere.
@@ -270,7 +270,7 @@ impl Source {
     fn quantized(&self, spec: &ParamSpec) -> Result<Nf4<'static>> {
         let (name, file) = (spec.file_name(), spec.file_rows());
         let ((n, k), mut rows) = (spec.full_dims(), spec.rows.clone());
-        let whole = if let Some(whole) = bitsandbytes::stored(&self.checkpoint, name)? {
+        let whole = if let Some(checked) = self.quantized.get(name) {
             if file.heads.is_some() {
                 let family = self.arch.family.name;
                 let message =
@@ -280,7 +280,7 @@ impl Source {
             for rows in &mut rows {
                 *rows = rows.start + file.first..rows.end + file.first;
             }
-            whole
+            checked.matrix(&self.checkpoint, name)
         } else {
             let tensor = self.checkpoint.get(name).expect("`check` found every parameter");
             tensor.will_need(file.first * k..(file.first + n) * k);
@@ -360,7 +360,8 @@ impl Source {
             let (width, read) = (tensor.shape[1..].iter().product(), stored(tensor.dtype, tensor.bytes));
             return Some(Box::new(move |start, to: &mut [f32]| file.read(width, start, to, &read)));
         }
-        let nf4 = bitsandbytes::stored(&self.checkpoint, &file.tensor).expect("it was checked").expect("it is in nf4");
+        let checked = self.quantized.get(&file.tensor).expect("`check` found codes");
+        let nf4 = checked.matrix(&self.checkpoint, &file.tensor);
         Some(Box::new(move |start, to: &mut [f32]| file.read(nf4.k, start, to, &|start, to| nf4.read(start, to))))
     }
 
@@ -384,18 +385,19 @@ fn not_finite(path: &Path, name: &str) -> Error {
 }
 
 /// Compares names, shapes and types in the files with the table of the whole model, before anything is allocated. Only a
-/// value head may be missing: it begins with new values, or `is_elsewhere` than in these files.
+/// value head may be missing: it begins with new values, or `is_elsewhere` than in these files. Returns the matrices in
+/// nf4.
 fn check(
     dir: &Path,
     arch: &Arch,
     table: &ParamTable,
     checkpoint: &Checkpoint,
     is_elsewhere: impl Fn(&str) -> bool,
-) -> Result<()> {
+) -> Result<HashMap<String, Quantized>> {
     let is_new = |spec: &ParamSpec| {
         spec.name == arch.head_name(Head::Value) && (arch.head == Head::LanguageModel || is_elsewhere(&spec.name))
     };
-    let mut missing = Vec::new();
+    let (mut missing, mut quantized) = (Vec::new(), HashMap::new());
     for spec in table.specs() {
         let name = spec.file_name();
         let Some(stored) = checkpoint.get(name) else {
@@ -406,14 +408,15 @@ fn check(
             continue;
         };
         let (path, dtype, full) = (stored.path.display(), stored.dtype, spec.file_shape());
-        if let Some(nf4) = bitsandbytes::stored(checkpoint, name)? {
-            if vec![nf4.n, nf4.k] != full {
+        if let Some(found) = Quantized::check(checkpoint, name)? {
+            if found.shape[..] != full[..] {
                 return Err(Error::data(format!(
-                    "{path}: tensor {name} has shape [{}, {}], but config.json needs {:?}",
-                    nf4.n, nf4.k, full
+                    "{path}: tensor {name} has shape {:?}, but config.json needs {full:?}",
+                    found.shape
                 ))
                 .hint("use the config.json that belongs to these weights"));
             }
+            quantized.insert(name.to_owned(), found);
             continue;
         }
         if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
@@ -449,5 +452,5 @@ fn check(
                 .hint(format!("check config.json, which describes a {class} with {layers} layer{plural}")));
         }
     }
-    Ok(())
+    Ok(quantized)
 }

@@ -1,0 +1,198 @@
+//! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
+
+use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
+use super::config_json::Reader;
+use super::families::{Bias, Family, Number, Scores, Windows};
+use super::rope::{FULL, Rope, SLIDING, Scaling};
+use crate::error::Result;
+use crate::ops::glu::Activation;
+use serde_json::Value;
+
+/// The layers of a model, and the rotary embeddings that they name.
+pub(super) struct Blocks {
+    pub blocks: Vec<BlockSpec>,
+    pub ropes: Vec<Rope>,
+}
+
+impl Blocks {
+    /// Reads `layers` layers of `width`.
+    ///
+    /// # Errors
+    /// `Data` for wrong or unsupported values.
+    pub fn read(c: &Reader, family: &Family, width: usize, layers: usize, context: usize) -> Result<Self> {
+        let bias = |bias: Bias| match bias {
+            Bias::Never => Ok(false),
+            Bias::Always => Ok(true),
+            Bias::Key(key, default) => Ok(c.flag(key)?.unwrap_or(default)),
+        };
+        let heads = c.count_needed("num_attention_heads")?;
+        let head_dim = head_dim(c, family, width, heads)?;
+        let attention = AttentionSpec {
+            heads,
+            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
+            head_dim,
+            window: None,
+            rope: 0,
+            scale: score_scale(c, family, head_dim)?,
+            softcap: positive(c, family.score_softcap)?,
+            qkv_bias: bias(family.qkv_bias)?,
+            o_bias: bias(family.o_bias)?,
+            qk_norm: family.qk_norm,
+        };
+        let feed = Feed::Dense(DenseSpec {
+            width: c.count_needed("intermediate_size")?,
+            activation: activation(c, family)?,
+            bias: bias(family.mlp_bias)?,
+            is_joined: family.files.joins_gate_up,
+        });
+        let residual_scale = positive(c, family.residual_scale)?.unwrap_or(1.0);
+        let (kinds, ropes) = kinds(c, family, layers, context)?;
+        let block = |Kind { window, rope }| {
+            let mixer = Mixer::Attention(AttentionSpec { window, rope, ..attention });
+            BlockSpec { mixer, feed, norms: family.norms, residual_scale }
+        };
+        Ok(Self { blocks: kinds.into_iter().map(block).collect(), ropes })
+    }
+}
+
+/// What differs from layer to layer.
+#[derive(Clone, Copy)]
+struct Kind {
+    window: Option<usize>,
+    /// The index of its rope.
+    rope: usize,
+}
+
+/// The kind of each layer, and the ropes.
+fn kinds(c: &Reader, family: &Family, layers: usize, context: usize) -> Result<(Vec<Kind>, Vec<Rope>)> {
+    let has_rope = layers_with_rope(c, family, layers)?;
+    let windows = windows(c, family, &has_rope)?;
+    let mut ropes = vec![Rope::read(c, context, family.rope, FULL)?];
+    let mut index = |rope: Rope| {
+        ropes.iter().position(|known| *known == rope).unwrap_or_else(|| {
+            ropes.push(rope);
+            ropes.len() - 1
+        })
+    };
+    let of_sliding =
+        if family.rope.by_layer.is_some() { index(Rope::read(c, context, family.rope, SLIDING)?) } else { 0 };
+    let none = Rope { theta: family.rope.theta, partial: 0.0, scaling: Scaling::None, query_scale: None };
+    let without = if has_rope.contains(&false) { index(none) } else { 0 };
+    let kind = |(window, has_rope): (Option<usize>, bool)| {
+        let rope = match window {
+            _ if !has_rope => without,
+            Some(_) => of_sliding,
+            None => 0,
+        };
+        Kind { window, rope }
+    };
+    Ok((windows.into_iter().zip(has_rope).map(kind).collect(), ropes))
+}
+
+/// Whether each layer rotates queries and keys.
+fn layers_with_rope(c: &Reader, family: &Family, layers: usize) -> Result<Vec<bool>> {
+    if !family.has_no_rope_layers {
+        return Ok(vec![true; layers]);
+    }
+    let Some(given) = c.get("no_rope_layers") else {
+        let interval = c.count("no_rope_layer_interval")?.unwrap_or(4);
+        return Ok((1..=layers).map(|i| !i.is_multiple_of(interval)).collect());
+    };
+    let flag = |value: &Value| value.as_u64().filter(|flag| *flag <= 1).map(|flag| flag == 1);
+    let all = given.as_array().and_then(|all| all.iter().map(flag).collect::<Option<Vec<bool>>>());
+    all.filter(|all| all.len() == layers)
+        .ok_or_else(|| c.wrong("no_rope_layers", &format!("must have a 0 or a 1 for each layer ({layers})")))
+}
+
+/// The window of each layer.
+fn windows(c: &Reader, family: &Family, has_rope: &[bool]) -> Result<Vec<Option<usize>>> {
+    let layers = has_rope.len();
+    let width = |default: Option<usize>| {
+        if c.has("sliding_window") { c.count("sliding_window") } else { Ok(default) }
+    };
+    let uses = || Ok(c.flag("use_sliding_window")?.unwrap_or(false));
+    let (window, slides): (_, Vec<bool>) = match family.windows {
+        Windows::Never => return Ok(vec![None; layers]),
+        Windows::Everywhere(default) => (width(default)?, vec![true; layers]),
+        Windows::Switched(default, from) => {
+            let window = if uses()? { width(Some(default))? } else { None };
+            let from = match c.get("max_window_layers") {
+                Some(v) => v.as_u64().ok_or_else(|| c.wrong("max_window_layers", "must be a count"))? as usize,
+                None => from,
+            };
+            (window, (0..layers).map(|i| i >= from).collect())
+        }
+        Windows::Periodic(default, period) => {
+            let has_key = family.keys.contains(&"sliding_window_pattern");
+            let period = if has_key { c.count("sliding_window_pattern")?.unwrap_or(period) } else { period };
+            (width(Some(default))?, (1..=layers).map(|i| !i.is_multiple_of(period)).collect())
+        }
+        Windows::WithoutRope => {
+            (if uses()? { width(None)? } else { None }, has_rope.iter().map(|has_rope| !has_rope).collect())
+        }
+    };
+    let Some(types) = c.get("layer_types") else {
+        return Ok(slides.into_iter().map(|slides| window.filter(|_| slides)).collect());
+    };
+    let types = types.as_array().filter(|t| t.len() == layers);
+    let types =
+        types.ok_or_else(|| c.wrong("layer_types", &format!("must have one entry for each layer ({layers})")))?;
+    let window_of = |kind: &Value| match kind.as_str() {
+        Some(FULL) => Ok(None),
+        Some(SLIDING) => window
+            .map(Some)
+            .ok_or_else(|| c.wrong("layer_types", "lists sliding_attention, but sliding_window is not set")),
+        _ => Err(c.wrong("layer_types", &format!("must list full_attention or sliding_attention (got {kind})"))),
+    };
+    types.iter().map(window_of).collect()
+}
+
+/// The columns of a head.
+fn head_dim(c: &Reader, family: &Family, width: usize, heads: usize) -> Result<usize> {
+    match c.count("head_dim")?.or(family.head_dim) {
+        Some(given) => Ok(given),
+        None if width.is_multiple_of(heads) => Ok(width / heads),
+        None => {
+            let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
+            Err(c.wrong("hidden_size", &what))
+        }
+    }
+}
+
+/// The MLP's activation.
+fn activation(c: &Reader, family: &Family) -> Result<Activation> {
+    let (key, default) = family.activation;
+    match c.text(key)?.as_deref() {
+        None => Ok(default),
+        Some("silu" | "swish") => Ok(Activation::Silu),
+        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
+        Some(other) => Err(c.wrong(key, &format!("must be \"silu\" or \"gelu_pytorch_tanh\" (got \"{other}\")"))),
+    }
+}
+
+/// A number that must be positive.
+pub(super) fn positive(c: &Reader, number: Number) -> Result<Option<f32>> {
+    let (key, default) = match number {
+        Number::Fixed(value) => return Ok(value.map(|x| x as f32)),
+        Number::Key(key, default) => (key, default),
+    };
+    let found = if c.has(key) { c.number(key)? } else { default };
+    match found {
+        Some(x) if x <= 0.0 => Err(c.wrong(key, &format!("must be above 0 (got {x})"))),
+        found => Ok(found.map(|x| x as f32)),
+    }
+}
+
+/// The factor on the scores of attention.
+fn score_scale(c: &Reader, family: &Family, head_dim: usize) -> Result<f32> {
+    let root = |x: f64| (1.0 / x.sqrt()) as f32;
+    match family.scores {
+        // In f32, as models of these families were always computed here.
+        Scores::HeadDim => Ok(1.0 / (head_dim as f32).sqrt()),
+        Scores::Scalar(default) => {
+            let scalar = positive(c, Number::Key("query_pre_attn_scalar", Some(default)))?;
+            Ok(root(scalar.map_or(default, f64::from)))
+        }
+        Scores::Multiplier => Ok(positive(c, Number::Key("attention_multiplier", Some(1.0)))?.unwrap_or(1.0)),
+    }
+}
