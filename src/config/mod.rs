@@ -160,6 +160,18 @@ impl Config {
         self.method().uses(&self.shared())
     }
 
+    /// A limit on the tokens of all rows, if the job sets one.
+    pub fn row_tokens_max(&self) -> usize {
+        let rows = match self.data.row_tokens_max {
+            _ if self.samples() && self.reward.environment.is_empty() => {
+                self.data.prompt_tokens_max + self.rollout.response_tokens_max
+            }
+            0 => usize::MAX,
+            given => given,
+        };
+        rows.max(if self.data.pretrain.is_empty() { 0 } else { self.data.pretrain_tokens_max })
+    }
+
     /// Whether responses are sampled, for training or for evaluation.
     pub fn samples(&self) -> bool {
         self.uses().samples

@@ -65,10 +65,10 @@ pub struct Arch {
     pub width: usize,
     /// The layers.
     pub blocks: Vec<BlockSpec>,
-    /// Longest row of tokens, `max_position_embeddings`.
+    /// Longest row of tokens. With LongRoPE it decides the frequencies (`for_rows`).
     pub context: usize,
-    /// The longest row of the job, at most `context`: it chooses the frequencies of LongRoPE.
-    pub longest: usize,
+    /// `max_position_embeddings`
+    pub positions: usize,
     pub norm: NormSpec,
     /// The head shares the embedding's matrix.
     pub tied: bool,
@@ -105,6 +105,8 @@ impl Arch {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
+        // A job whose rows are longer chooses the other frequencies.
+        arch = arch.for_rows(0);
         if let Some(generation) = read_object(&dir.join(GENERATION))? {
             let tokens = Reader::for_file(GENERATION, &generation)
                 .tokens("eos_token_id")
@@ -155,10 +157,16 @@ impl Arch {
         Self { vocabulary, ..self }
     }
 
-    /// The architecture for rows of at most `tokens` tokens.
+    /// The architecture for rows of up to `tokens` tokens. With LongRoPE, rows are either short ones only, or of any
+    /// length; without, nothing changes.
     #[must_use]
     pub fn for_rows(self, tokens: usize) -> Self {
-        Self { longest: tokens.min(self.context), ..self }
+        match self.ropes.iter().filter_map(Rope::short_rows).min() {
+            Some(short) => {
+                Self { context: if tokens <= short { short.min(self.positions) } else { self.positions }, ..self }
+            }
+            None => self,
+        }
     }
 
     /// The architecture with further tokens that end a response: an export names all that the job stopped at.
@@ -249,7 +257,7 @@ impl Arch {
             width,
             blocks,
             context,
-            longest: context,
+            positions: context,
             norm: NormSpec { eps, offset: family.norm_offset },
             tied: c.flag("tie_word_embeddings")?.unwrap_or(family.tied),
             ropes,
@@ -309,7 +317,7 @@ impl Arch {
     /// `Data` if they do not fit the heads.
     pub fn rotations(&self) -> Result<Vec<Rotation>> {
         let head_dim = self.blocks[0].attention().head_dim;
-        self.ropes.iter().map(|rope| rope.rotation(head_dim, self.longest)).collect()
+        self.ropes.iter().map(|rope| rope.rotation(head_dim, self.context)).collect()
     }
 
     /// The order of the columns of rotated heads in the files, if it is another one than here.

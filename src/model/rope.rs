@@ -34,7 +34,7 @@ pub enum Scaling {
     },
     /// LongRoPE (arXiv:2402.13753): each frequency is divided by its factor, `long` if rows may be longer than
     /// `original`, else `short`. `transformers` chooses by the longest row of each call, so that a cached key may belong
-    /// to the other choice. Here the longest row of the whole job decides.
+    /// to the other choice. Here the limit on all rows of a job decides (`Arch::for_rows`).
     LongRope {
         short: Vec<f64>,
         long: Vec<f64>,

@@ -160,7 +160,8 @@ impl JobModel {
     /// # Errors
     /// `Data` or `Io` if the adapter that the job began with, or the checkpoint's config.json, cannot be read.
     pub fn of_checkpoint(spec: ModelSpec, config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
-        let mut model = Self { spec: spec.located(config)?, arch: Arch::load(&checkpoint.dir)? };
+        let mut model =
+            Self { spec: spec.located(config)?, arch: Arch::load(&checkpoint.dir)?.for_rows(config.row_tokens_max()) };
         model.arch.tuning = tuning(config, &model)?.map(Arc::new);
         Ok(model)
     }
@@ -208,7 +209,13 @@ pub fn described(
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
         let spec = spec.located(config)?;
-        let mut model = JobModel { arch: spec.arch()?, spec };
+        let mut model = JobModel { arch: spec.arch()?.for_rows(config.row_tokens_max()), spec };
+        if model.arch.context < model.arch.positions {
+            let (dir, context) = (model.spec.dir.display(), model.arch.context);
+            stderr::note_once(&format!(
+                "{dir}: rows have at most {context} tokens, for which LongRoPE has its short factors"
+            ));
+        }
         let (known, embedded) = (tokenizer.vocabulary(), model.arch.vocabulary);
         let dir = model.spec.dir.display();
         match all.first() {
@@ -236,7 +243,8 @@ pub fn described(
 /// The same for a plan: it rejects another vocabulary as a run does, and reads tokenizers only if the sizes differ.
 pub fn planned(config: &Config, specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
     let located = specs.into_iter().map(|spec| spec.located(config));
-    let all = located.map(|spec| spec.and_then(|spec| Ok(JobModel { arch: spec.arch()?, spec })));
+    let all = located
+        .map(|spec| spec.and_then(|spec| Ok(JobModel { arch: spec.arch()?.for_rows(config.row_tokens_max()), spec })));
     let mut all: Vec<JobModel> = all.collect::<Result<_>>()?;
     if let Some((first, others)) = all.split_first_mut() {
         let vocabulary = first.arch.vocabulary;

@@ -209,7 +209,7 @@ fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State,
         return Err(malformed(&format!("it holds {}, but this job trains {learned:?}", json["roles"]))
             .hint("set another job.dir, or use the configuration that the run was saved with"));
     }
-    let saved = Arch::load(&from.dir)?;
+    let saved = Arch::load(&from.dir)?.for_rows(first.context);
     if !saved.computes_as(first) {
         let (was, is) = (saved.shape(), first.shape());
         let what = if was == is {

@@ -6,6 +6,7 @@ mod beams;
 mod exported;
 mod families;
 mod golden;
+mod longrope;
 mod paged;
 mod quantized;
 mod refused;
