@@ -1,9 +1,9 @@
 //! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
 
 use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
-use super::config_json::Reader;
+use super::config_json::{FULL, Reader, SLIDING};
 use super::families::{Bias, Family, Number, Scores, Windows};
-use super::rope::{FULL, Rope, SLIDING, Scaling};
+use super::rope::{Rope, Scaling};
 use crate::error::Result;
 use crate::ops::glu::Activation;
 use serde_json::Value;

@@ -186,14 +186,19 @@ const IRRELEVANT: [&str; 23] = [
     "unk_token_id",
     "is_decoder",
 ];
+/// The kinds of layers that may have rotary embeddings of their own.
+pub(super) const FULL: &str = "full_attention";
+pub(super) const SLIDING: &str = "sliding_attention";
 /// Keys of a rotary embedding that `Rope` reads, or that only describe its origin.
-const ROPE: [&str; 16] = [
+const ROPE: [&str; 19] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
     "factor",
     "finetuned",
     "high_freq_factor",
+    "llama_4_scaling_beta",
+    "long_factor",
     "low_freq_factor",
     "max_position_embeddings",
     "mscale",
@@ -202,6 +207,7 @@ const ROPE: [&str; 16] = [
     "partial_rotary_factor",
     "rope_theta",
     "rope_type",
+    "short_factor",
     "truncate",
     "type",
 ];
@@ -222,8 +228,11 @@ pub(super) fn warn(dir: &Path, config: &Map<String, Value>, of_family: &[&str], 
     let path = dir.join("config.json");
     stderr::warn_of_keys(&path, config, known);
     for (name, rope) in ["rope_parameters", "rope_scaling"].map(|name| (name, config.get(name))) {
-        if let Some(rope) = rope.and_then(Value::as_object) {
-            stderr::warn_of_keys(&path.join(name), rope, |key| ROPE.contains(&key));
+        let Some(rope) = rope.and_then(Value::as_object) else { continue };
+        let (path, is_kind) = (path.join(name), |key: &str| [FULL, SLIDING].contains(&key));
+        stderr::warn_of_keys(&path, rope, |key| ROPE.contains(&key) || (rope[key].is_object() && is_kind(key)));
+        for (kind, rope) in rope.iter().filter_map(|(kind, rope)| Some((kind, rope.as_object()?))) {
+            stderr::warn_of_keys(&path.join(kind), rope, |key| ROPE.contains(&key));
         }
     }
 }

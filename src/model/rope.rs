@@ -1,6 +1,6 @@
 //! Rotary frequencies with the scalings of long-context models, as `transformers` computes them.
 
-use super::config_json::Reader;
+use super::config_json::{FULL, Reader, SLIDING};
 use crate::error::{Error, Result};
 use crate::ops::rope::Rotation;
 use std::f64::consts::PI;
@@ -70,10 +70,6 @@ pub struct RopeDefaults {
 impl RopeDefaults {
     pub const PLAIN: Self = Self { theta: THETA, by_layer: None, partial: None, is_longrope: false };
 }
-
-/// The kinds of layers that may have ropes of their own, as config.json names them.
-pub(super) const FULL: &str = "full_attention";
-pub(super) const SLIDING: &str = "sliding_attention";
 
 impl Rope {
     /// Reads the rope of layers of `kind` (`FULL` or `SLIDING`): `rope_theta` and `rope_scaling` (transformers 4) or
