@@ -3,9 +3,9 @@
 
 use super::adapter_config::{self, AdapterConfig, Task};
 use super::files::{Checkpoint, Stored, listed};
+use super::naming::Naming;
 use super::tensor_files::Names;
 use super::tuning::{Param, Tuning, adapter_names};
-use super::wrapper::Naming;
 use crate::error::{Error, Result};
 use safetensors::Dtype;
 use std::collections::BTreeMap;

@@ -12,8 +12,8 @@ pub struct FileRows {
     pub heads: Option<HeadRows>,
 }
 
-/// The columns of a head that are rotated: the first ones in the files. `ops::rope` turns column i with i + e/2, so the
-/// first columns of each half are those that turn here.
+/// The columns of a head that are rotated: the first ones in the files. `ops::rope` turns column i with i + e/2, so here
+/// the first columns of each half turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadRows {
     pub head_dim: usize,

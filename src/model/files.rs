@@ -1,6 +1,6 @@
 //! The safetensors files of a model directory. They are mapped and checked before any value is used.
 
-use super::wrapper::Naming;
+use super::naming::Naming;
 use crate::error::{Error, Result};
 use crate::sys::files::{self, read_object};
 use crate::sys::map::Map;

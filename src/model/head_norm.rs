@@ -1,4 +1,4 @@
-//! The norm of queries or keys before they are rotated: of each head, or of all heads of a row together.
+//! The norm of queries or keys before they are rotated. Each head is normed alone, or all heads of a row together.
 
 use super::block_spec::{AttentionSpec, NormSpec, QkNorm};
 use super::context::Context;

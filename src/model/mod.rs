@@ -16,6 +16,7 @@ pub mod families;
 pub mod init;
 pub mod load;
 pub mod merge;
+mod naming;
 pub mod non_finite;
 pub mod params;
 pub mod rope;

@@ -63,7 +63,7 @@ pub struct RopeDefaults {
     pub by_layer: Option<Option<f64>>,
     /// `None` if all columns of a head are rotated, always.
     pub partial: Option<f64>,
-    /// The type that "su" and "yarn" stand for (Phi-3).
+    /// Whether "su" and "yarn" mean "longrope" (Phi-3).
     pub is_longrope: bool,
 }
 

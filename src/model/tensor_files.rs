@@ -2,10 +2,11 @@
 //! time.
 
 use super::files::Checkpoint;
+use super::naming::Naming;
 use super::params::{ParamSpec, ParamTable};
 use super::weights::UnitValues;
 use super::weights::pack::unpack_rows;
-use super::wrapper::{self, Naming};
+use super::wrapper;
 use crate::dtype::round_bf16;
 use crate::error::Result;
 use crate::sys::files::{self, LargeFile};

@@ -2,7 +2,7 @@
 //! the names of their tensors have a prefix. Only the language model is used. An export keeps the rest as it is.
 
 use super::files::{Checkpoint, Stored};
-use super::names::LM_HEAD;
+use super::naming::{Naming, is_other};
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -21,39 +21,6 @@ const OUTER: [&str; 7] = [
     "tie_word_embeddings",
     "torch_dtype",
 ];
-
-/// The names of a language model's tensors in the files of a model, instead of `model.*` and `lm_head.*`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Naming {
-    #[default]
-    Plain,
-    /// `model.language_model.*` and `lm_head.*` (transformers 5)
-    Inner,
-    /// `language_model.model.*` and `language_model.lm_head.*` (transformers 4)
-    Outer,
-}
-
-impl Naming {
-    /// The name in the files of a tensor of the language model.
-    pub fn in_files(self, name: &str) -> String {
-        match (self, name.strip_prefix("model.")) {
-            (Self::Inner, Some(rest)) => format!("model.language_model.{rest}"),
-            (Self::Outer, _) => format!("language_model.{name}"),
-            _ => name.to_owned(),
-        }
-    }
-
-    /// The tensor of the language model that has this name in the files, and the naming that gives it another one.
-    pub fn from_files(name: &str) -> (String, Self) {
-        if let Some(rest) = name.strip_prefix("model.language_model.") {
-            return (format!("model.{rest}"), Self::Inner);
-        }
-        match name.strip_prefix("language_model.") {
-            Some(rest) if rest.starts_with("model.") || rest == LM_HEAD => (rest.to_owned(), Self::Outer),
-            _ => (name.to_owned(), Self::Plain),
-        }
-    }
-}
 
 /// The model around a language model.
 #[derive(Clone, Debug, PartialEq)]
@@ -128,27 +95,4 @@ impl Wrapper {
 /// The tensors of `files` that do not belong to the language model.
 pub(super) fn others(files: &Checkpoint) -> impl Iterator<Item = (&str, Stored<'_>)> {
     files.names().filter(|name| is_other(name)).map(|name| (name, files.get(name).expect("it has the name")))
-}
-
-/// Whether a tensor is one of another part than the language model.
-pub(super) fn is_other(name: &str) -> bool {
-    let text = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
-    !text.iter().any(|prefix| name.starts_with(prefix))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_of_a_language_model_are_found_again_in_either_naming() {
-        for naming in [Naming::Inner, Naming::Outer] {
-            for name in ["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"] {
-                assert_eq!(Naming::from_files(&naming.in_files(name)).0, name);
-            }
-        }
-        assert_eq!(Naming::Outer.in_files("lm_head.weight"), "language_model.lm_head.weight");
-        assert_eq!(Naming::from_files("model.vision_tower.x").1, Naming::Plain);
-        assert!(is_other("model.vision_tower.x") && !is_other("model.layers.3.mlp.up_proj.weight"));
-    }
 }
