@@ -55,7 +55,8 @@ impl AdapterNorms {
             }
         }
         base.release();
-        if base.is_sharded() {
+        // Matrices in nf4 are gathered whole.
+        if base.is_sharded() && !base.is_quantized() {
             axes.zero.all_reduce_sum_f64(&mut squares);
         }
         axes.tensor.all_reduce_sum_f64(&mut squares);
