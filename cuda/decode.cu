@@ -31,31 +31,36 @@ struct alignas(16) Draw {
 #define ENDS 1
 #define IDLE 2
 
-// The host's change to a row before a step: nothing, its end, or else the page of the token that is fed.
+// The host's change to a row before a step: nothing, its end (in the first cache group), or else the page of the token that
+// is fed.
 #define UNCHANGED 0xffffffffu
 #define ENDED 0xfffffffeu
 
 // decode_begin  the inputs of a step for each row. Rows that have ended are fed token 0 at position 0 after nothing, see
 //               the first key of the first page listed, are not kept in the cache and sample nothing.
-// decode_slots (rows); changes (rows) u32, then unchanged; pages u32, of all rows; tokens, positions (rows) u32;
-// sequences (rows, 4), slots (rows) i32 as paged_decode and kv_append read them; uniforms (rows) f32;
-// of_banned (rows, 2) u32 and params (rows) as sample_rows reads them
+// decode_slots (rows); changes (rows, groups) u32, then unchanged; pages (groups, pages_max) u32, of all rows; tokens,
+// positions (rows) u32; sequences (rows, 4), slots (groups, rows_max) i32 as paged_decode and kv_append read them;
+// uniforms (rows) f32; of_banned (rows, 2) u32 and params (rows) as sample_rows reads them
 // grid ceil(rows / 128), block 128
 // roofline 150 rows bytes
 KERNEL decode_begin(DecodeSlot* decode_slots, u32* changes, u32* pages, i32 rows, u32* tokens, u32* positions,
-                    Sequence* sequences, i32* slots, float* uniforms, List* of_banned, Params* params) {
+                    Sequence* sequences, i32* slots, float* uniforms, List* of_banned, Params* params, i32 groups,
+                    i32 pages_max, i32 rows_max) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     DecodeSlot slot = decode_slots[row];
-    u32 change = changes[row], place = slot.pages + slot.past / PAGE;
-    changes[row] = UNCHANGED;
-    if (change == ENDED) decode_slots[row].ended = slot.ended = 1;
-    else if (change != UNCHANGED) pages[place] = change;
+    changes += row * groups;
+    if (changes[0] == ENDED) decode_slots[row].ended = slot.ended = 1;
+    for (int group = 0; group < groups; group++) {
+        u32 change = changes[group], *page = pages + (u64)group * pages_max + slot.pages + slot.past / PAGE;
+        changes[group] = UNCHANGED;
+        if (change < ENDED) *page = change;
+        slots[group * rows_max + row] = slot.ended ? -1 : (i32)(*page * PAGE + slot.past % PAGE);
+    }
     params[row].idle = slot.ended;
     if (slot.ended) {
         tokens[row] = positions[row] = 0;
         sequences[row] = Sequence{0, 1, row, 0};
-        slots[row] = -1;
         uniforms[row] = 0.0f;
         of_banned[row] = List{0, 0};
         return;
@@ -63,7 +68,6 @@ KERNEL decode_begin(DecodeSlot* decode_slots, u32* changes, u32* pages, i32 rows
     tokens[row] = slot.token;
     positions[row] = slot.past;
     sequences[row] = Sequence{(i32)slot.past, 1, row, (i32)slot.pages};
-    slots[row] = (i32)(pages[place] * PAGE + slot.past % PAGE);
     uniforms[row] = uniform(philox(slot.key0, slot.key1, slot.counter).at[0]);
     of_banned[row] = slot.banned > 0 ? slot.stops : List{0, 0};
 }

@@ -7,9 +7,9 @@ use crate::device::{Device, cuda};
 use crate::dtype::DType;
 use crate::error::{Error, Result, format_bytes};
 use crate::metrics::rollouts::step_bytes_max;
-use crate::model::Transformer;
+use crate::model::{CacheGroup, Transformer};
 use crate::rollout;
-use crate::rollout::blocks::pages_of;
+use crate::rollout::blocks::held_max;
 use crate::rollout::scheduler::cached_tokens_max;
 use crate::sys::{bounded_log, files, memory};
 use crate::tensor::arena::{self, Usage};
@@ -113,7 +113,10 @@ pub fn check_sampling(
         return Err(Error::usage(message));
     }
     let response = rollout::new_tokens_max(config, prompt, arch.context);
-    let needed = pages_of(cached_tokens_max(prompt, response)) * transformer.kv_page_bytes(dtype);
+    let tokens = cached_tokens_max(prompt, response);
+    let pages = |group: &CacheGroup| held_max(group.window, tokens, config.prefill_tokens_max);
+    let groups = transformer.cache_groups().iter().map(pages);
+    let needed: usize = groups.zip(transformer.kv_page_bytes(dtype)).map(|(pages, bytes)| pages * bytes).sum();
     // 0 bytes: the cache has no limit of its own.
     if config.kv_bytes_max == 0 || needed as u64 <= config.kv_bytes_max {
         return Ok(());

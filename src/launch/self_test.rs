@@ -164,7 +164,7 @@ fn decode(there: &Small, cpu: &Small, graphs: bool, is_exact: bool) -> Result<()
         samples_per_prompt: 2,
         response_tokens_max: NEW,
         prefill_tokens_max: PROMPTS[0] + 10,
-        kv_bytes_max: (KV_PAGES * there.model.kv_page_bytes(there.w.dtype())) as u64,
+        kv_bytes_max: (KV_PAGES * there.model.kv_page_bytes(there.w.dtype()).iter().sum::<usize>()) as u64,
         graphs,
         ..RolloutConfig::default()
     };

@@ -2,6 +2,7 @@
 
 use super::arch::{Arch, Head};
 use super::block::{Block, BlockSaved, Keep};
+use super::cache_group::CacheGroup;
 use super::context::{Context, LayerKeys};
 use super::layers::Layers;
 use super::norm::Norm;
@@ -28,15 +29,16 @@ const FIRST_LAYER: usize = 1;
 pub enum Keys<'a> {
     /// Whole sequences, one after another.
     Packed(Packed<'a>),
-    /// New rows after the cached tokens of their sequences, with one cache per layer.
-    Paged(&'a mut [KvLayer], Paged<'a>),
+    /// New rows after the cached tokens of their sequences, with one cache per layer. The sequences have block tables
+    /// for each cache group.
+    Paged(&'a mut [KvLayer], &'a [Paged<'a>]),
 }
 
 impl Keys<'_> {
-    fn of_layer(&mut self, layer: usize) -> LayerKeys<'_> {
+    fn of_layer(&mut self, layer: usize, group: usize) -> LayerKeys<'_> {
         match self {
             Self::Packed(packed) => LayerKeys::Packed(packed),
-            Self::Paged(cache, paged) => LayerKeys::Paged(&mut cache[layer], paged),
+            Self::Paged(cache, paged) => LayerKeys::Paged(&mut cache[layer], &paged[group]),
         }
     }
 }
@@ -51,6 +53,7 @@ pub struct Transformer {
     /// The ranks that share the rows of embedding and head.
     pub(super) tensor: Group,
     blocks: Vec<Block>,
+    cache_groups: Vec<CacheGroup>,
     /// The norm after the last block.
     norm: Norm,
     ring: Ring,
@@ -113,6 +116,7 @@ impl Transformer {
             head,
             tensor: axes.tensor.clone(),
             blocks,
+            cache_groups: CacheGroup::of_arch(arch),
             norm,
             ring: Ring::new(axes),
             ropes: rope_tables(arch),
@@ -171,7 +175,9 @@ impl Transformer {
         let x = self.embedded(w, Indices::on_gpu(tables.tokens(), rows));
         let hidden = {
             let positions = &Indices::on_gpu(tables.positions(), rows);
-            let mut keys = Keys::Paged(cache, Paged::on_gpu(tables, rows, longest));
+            let groups = 0..self.cache_groups.len();
+            let paged: Vec<Paged> = groups.map(|group| Paged::on_gpu(tables, group, rows, longest)).collect();
+            let mut keys = Keys::Paged(cache, &paged);
             self.run_layers(w, x, positions, &mut keys, Keep::Nothing).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
@@ -235,7 +241,12 @@ impl Transformer {
         for (i, block) in self.blocks.iter().enumerate() {
             let unit = w.unit(FIRST_LAYER + i);
             self.prefetch_after(w, FIRST_LAYER + i);
-            kept.extend(block.forward(self.context(&unit, positions), &mut x, keys.of_layer(i), keep));
+            kept.extend(block.forward(
+                self.context(&unit, positions),
+                &mut x,
+                keys.of_layer(i, self.group_of(i)),
+                keep,
+            ));
         }
         let (mut hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
         scale::by(self.hidden_scale(w), &mut hidden);
@@ -286,24 +297,38 @@ impl Transformer {
         grads.finish(EMBEDDING);
     }
 
-    /// An empty KV cache of `pages` pages for each layer, for weights of `dtype`.
-    pub fn kv_cache(&self, dtype: DType, pages: usize) -> Vec<KvLayer> {
-        self.blocks.iter().map(|block| KvLayer::new(self.device, dtype, pages, block.shape())).collect()
+    /// The layers with the same need of keys.
+    pub fn cache_groups(&self) -> &[CacheGroup] {
+        &self.cache_groups
     }
 
-    /// Copies page `from` to page `to` in every layer.
-    pub fn kv_copy_page(&self, cache: &mut [KvLayer], from: u32, to: u32) {
-        for (block, layer) in self.blocks.iter().zip(cache) {
-            kv_copy_page(layer, from, to, block.shape());
+    /// The cache group of a layer.
+    fn group_of(&self, layer: usize) -> usize {
+        let holds = |group: &CacheGroup| group.layers.binary_search(&layer).is_ok();
+        self.cache_groups.iter().position(holds).expect("each layer has a group")
+    }
+
+    /// An empty KV cache for weights of `dtype`, with `pages` pages for the layers of each cache group.
+    pub fn kv_cache(&self, dtype: DType, pages: &[usize]) -> Vec<KvLayer> {
+        let layer =
+            |(i, block): (usize, &Block)| KvLayer::new(self.device, dtype, pages[self.group_of(i)], block.shape());
+        self.blocks.iter().enumerate().map(layer).collect()
+    }
+
+    /// Copies page `from` to page `to` in every layer of a cache group.
+    pub fn kv_copy_page(&self, cache: &mut [KvLayer], group: usize, from: u32, to: u32) {
+        for &layer in &self.cache_groups[group].layers {
+            kv_copy_page(&mut cache[layer], from, to, self.blocks[layer].shape());
         }
     }
 
-    /// The bytes of one KV page over all layers, for weights of `dtype`: keys and values of `PAGE` tokens, for the
-    /// heads of this rank.
-    pub fn kv_page_bytes(&self, dtype: DType) -> usize {
-        let shapes = self.blocks.iter().map(Block::shape);
-        let width: usize = shapes.map(|shape| shape.kv_heads * shape.head_dim).sum();
-        2 * width * PAGE * KvLayer::value_bytes(self.device, dtype)
+    /// The bytes of one KV page over all layers of each cache group, for weights of `dtype`: keys and values of `PAGE`
+    /// tokens, for the heads of this rank.
+    pub fn kv_page_bytes(&self, dtype: DType) -> Vec<usize> {
+        let width = |layer: &usize| self.blocks[*layer].shape().kv_heads * self.blocks[*layer].shape().head_dim;
+        let of_group = |group: &CacheGroup| group.layers.iter().map(width).sum::<usize>();
+        let value_bytes = KvLayer::value_bytes(self.device, dtype);
+        self.cache_groups.iter().map(|group| 2 * of_group(group) * PAGE * value_bytes).collect()
     }
 
     /// The tensor axis: the ranks that share each matrix.

@@ -220,22 +220,23 @@ enum Source<'a> {
     /// One new row per sequence, on a GPU; split for contexts of up to `longest` tokens.
     Gpu {
         tables: &'a decode::DecodeState,
+        group: usize,
         rows: usize,
         longest: Option<usize>,
     },
 }
 
 impl<'a> Paged<'a> {
-    /// The first `rows` sequences of tables that only the GPU reads. With `longest`, decoding is split for contexts of
-    /// up to that many tokens.
-    pub fn on_gpu(tables: &'a decode::DecodeState, rows: usize, longest: Option<usize>) -> Self {
-        Self { source: Source::Gpu { tables, rows, longest }, tables: Tables::default() }
+    /// The first `rows` sequences of tables that only the GPU reads, with their pages in a cache group. With `longest`,
+    /// decoding is split for contexts of up to that many tokens.
+    pub fn on_gpu(tables: &'a decode::DecodeState, group: usize, rows: usize, longest: Option<usize>) -> Self {
+        Self { source: Source::Gpu { tables, group, rows, longest }, tables: Tables::default() }
     }
 
     fn cuda(&self, shape: &AttentionShape) -> Arc<SequenceTable> {
         self.tables.get_or_make(shape, || match self.source {
             Source::Host(sequences) => SequenceTable::new(sequences, shape),
-            Source::Gpu { tables, rows, longest } => tables.sequences(rows, longest, shape),
+            Source::Gpu { tables, group, rows, longest } => tables.sequences(group, rows, longest, shape),
         })
     }
 

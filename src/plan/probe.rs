@@ -14,7 +14,7 @@ use crate::model::{
     Arch, Gradients, Head, Keys, Saved, TensorPart, Transformer, Weights, cost, init, packed_positions,
 };
 use crate::ops::adamw;
-use crate::ops::attention::{self, PAGE, PagedSequence};
+use crate::ops::attention::{self, PAGE, Paged, PagedSequence};
 use crate::ops::matmul::{self, Into};
 use crate::ops::norm;
 use crate::ops::sample::{self, SampleRow, Sampled};
@@ -348,10 +348,12 @@ impl<'a> Bench<'a> {
         let tables: Vec<Vec<u32>> = (0..batch).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
         let sequences: Vec<PagedSequence> =
             tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
-        let mut cache = model.kv_cache(weights.dtype(), batch * pages);
+        let groups = model.cache_groups().len();
+        let mut cache = model.kv_cache(weights.dtype(), &vec![batch * pages; groups]);
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
         let body = timed(null::GEMM, || {
-            let keys = Keys::Paged(&mut cache, sequences.as_slice().into());
+            let paged: Vec<Paged> = (0..groups).map(|_| sequences.as_slice().into()).collect();
+            let keys = Keys::Paged(&mut cache, &paged);
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
         let layer = self.arch.blocks[0].attention();

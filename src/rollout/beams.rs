@@ -16,7 +16,7 @@
 //! none is preempted.
 
 use super::Request;
-use super::blocks::{BlockPool, pages_of};
+use super::blocks::{BlockPools, BlockTables, GroupPages, held_max, pages_of};
 use super::live::Live;
 use super::run::{ForwardInput, Hooks, Model, Outcome, Progress};
 use super::scheduler::{Limits, cached_tokens_max};
@@ -62,11 +62,14 @@ impl Beams {
         sum / (new_tokens as f64).powf(self.length_penalty) as f32
     }
 
-    /// Pages of all beams of a request at maximum length. Beams share the pages that the prompt fills.
-    pub(super) fn pages_max(&self, request: &Request) -> usize {
+    /// Pages of a cache group for all beams of a request at maximum length. Beams share the pages that the prompt
+    /// fills. With a window, one beam reads the prompt in chunks, then each beam needs the pages of its window.
+    pub(super) fn pages_max(&self, request: &Request, window: Option<usize>, chunk: usize) -> usize {
         let full = request.tokens.len() / PAGE;
-        let all = pages_of(cached_tokens_max(request.tokens.len(), request.new_tokens_max));
-        full + self.count * (all - full)
+        let tokens = cached_tokens_max(request.tokens.len(), request.new_tokens_max);
+        let whole = full + self.count * (pages_of(tokens) - full);
+        let [reading, each] = [chunk, 1].map(|chunk| held_max(window, tokens, chunk));
+        if window.is_some() { whole.min(reading.max(self.count * each)) } else { whole }
     }
 }
 
@@ -74,8 +77,11 @@ struct Beam {
     live: Live,
     /// The sum of the log-probabilities of its new tokens.
     sum: f32,
-    blocks: Vec<u32>,
+    tables: BlockTables,
 }
+
+/// A beam's continuation: the number of the beam, its tokens, and the sum of their log-probabilities.
+type Continuation = (usize, Live, f32);
 
 struct Hypothesis {
     live: Live,
@@ -102,7 +108,7 @@ pub(super) struct BeamRun<'a> {
     requests: &'a [Request],
     limits: Limits,
     cache: &'a mut [KvLayer],
-    pool: BlockPool,
+    pools: BlockPools,
     /// Requests of the prompts that have not started.
     waiting: VecDeque<Range<usize>>,
     searches: Vec<Search>,
@@ -132,30 +138,34 @@ impl<'a> BeamRun<'a> {
     ) -> Result<Self> {
         for range in prompts(requests) {
             let (wanted, request) = (range.len(), &requests[range.start]);
-            let (id, count, pages) = (request.prompt_id, beams.count, beams.pages_max(request));
+            let (id, count) = (request.prompt_id, beams.count);
             Error::need(
                 wanted <= count,
                 format!("prompt {id}: at most {count} responses from {count} beams are possible (got {wanted})"),
             )?;
-            if pages > limits.pages {
+            for group in &limits.pages {
+                let pages = beams.pages_max(request, group.window, limits.prefill_tokens_max);
                 let tokens = request.tokens.len() + request.new_tokens_max;
-                let message = format!(
-                    "prompt {id}: {count} beams of up to {tokens} tokens need {pages} KV pages of {PAGE} tokens, but \
-                     the cache has {}",
-                    limits.pages
-                );
-                return Err(
-                    Error::usage(message).hint("raise rollout.kv_bytes_max, or use fewer beams or shorter responses")
-                );
+                let message = || {
+                    format!(
+                        "prompt {id}: {count} beams of up to {tokens} tokens need {pages} KV pages of {PAGE} tokens, \
+                         but the cache has {}",
+                        group.pages
+                    )
+                };
+                if pages > group.pages {
+                    return Err(Error::usage(message())
+                        .hint("raise rollout.kv_bytes_max, or use fewer beams or shorter responses"));
+                }
             }
         }
         Ok(Self {
             model,
             beams,
             requests,
+            pools: BlockPools::new(&limits.pages),
             limits,
             cache,
-            pool: BlockPool::new(limits.pages),
             waiting: prompts(requests).collect(),
             searches: Vec::new(),
             outcome: Outcome { responses: requests.iter().map(|_| None).collect(), ..Outcome::default() },
@@ -183,14 +193,18 @@ impl<'a> BeamRun<'a> {
             let request = &self.requests[range.start];
             let rows = (self.searches.len() + 1) * self.beams.count;
             // Pages that the running searches may need.
-            let held = self.searches.iter().map(|search| &self.requests[search.requests.start]);
-            let pages: usize = held.chain([request]).map(|request| self.beams.pages_max(request)).sum();
-            if !self.searches.is_empty() && (rows > self.limits.batch_max || pages > self.limits.pages) {
+            let held = self.searches.iter().map(|search| &self.requests[search.requests.start]).chain([request]);
+            let chunk = self.limits.prefill_tokens_max;
+            let fits = |group: &GroupPages| {
+                let pages = held.clone().map(|request| self.beams.pages_max(request, group.window, chunk));
+                pages.sum::<usize>() <= group.pages
+            };
+            if !self.searches.is_empty() && (rows > self.limits.batch_max || !self.limits.pages.iter().all(fits)) {
                 break;
             }
             let mut live = Live::default();
             live.begin(request, self.model.tokenizer)?;
-            let beams = vec![Beam { live, sum: 0.0, blocks: Vec::new() }];
+            let beams = vec![Beam { live, sum: 0.0, tables: BlockTables::new(self.pools.len()) }];
             self.searches.push(Search { requests: range.clone(), beams, past: 0, ended: Vec::new() });
             self.waiting.pop_front();
         }
@@ -206,8 +220,10 @@ impl<'a> BeamRun<'a> {
             let left = search.beams[0].live.tokens.len() - search.past;
             let tokens = if left == 1 { 1 } else { left.min(budget) };
             budget -= if left == 1 { 0 } else { tokens };
+            // Beams share pages, so all leave their old pages before one needs a new page.
+            search.beams.iter_mut().for_each(|beam| self.pools.slide(&mut beam.tables, search.past));
             for beam in &mut search.beams {
-                cover(&mut self.pool, self.model, self.cache, &mut beam.blocks, search.past..search.past + tokens);
+                cover(&mut self.pools, self.model, self.cache, &mut beam.tables, search.past..search.past + tokens);
             }
             shares.push((tokens, tokens == left));
         }
@@ -216,7 +232,7 @@ impl<'a> BeamRun<'a> {
                 search.beams.iter().map(move |beam| ForwardInput {
                     tokens: &beam.live.tokens[search.past..search.past + tokens],
                     past: search.past,
-                    blocks: &beam.blocks,
+                    tables: &beam.tables,
                     complete,
                 })
             },
@@ -267,7 +283,7 @@ impl<'a> BeamRun<'a> {
 
     /// The beams that continue those of `search` by the tokens `best` of each, with the numbers of the beams that they
     /// continue. Empty if the search is over. Beams that end are kept as hypotheses.
-    fn advance(&self, search: &mut Search, best: &[Vec<Sampled>]) -> Result<Vec<(usize, Beam)>> {
+    fn advance(&self, search: &mut Search, best: &[Vec<Sampled>]) -> Result<Vec<Continuation>> {
         let Beams { count, early_stopping, length_penalty } = self.beams;
         let request = &self.requests[search.requests.start];
         let of_beam = |(at, (beam, best)): (usize, (&Beam, &Vec<Sampled>))| {
@@ -278,7 +294,7 @@ impl<'a> BeamRun<'a> {
         all.retain(|(sum, ..)| *sum > f32::NEG_INFINITY);
         all.sort_by(|a, b| b.0.total_cmp(&a.0).then((a.1, a.2.token).cmp(&(b.1, b.2.token))));
         all.truncate(self.beams.continuations(request));
-        let mut next: Vec<(usize, Beam)> = Vec::with_capacity(count);
+        let mut next: Vec<Continuation> = Vec::with_capacity(count);
         for (i, (sum, at, found)) in all.into_iter().enumerate() {
             if i >= count && next.len() == count {
                 break;
@@ -286,7 +302,7 @@ impl<'a> BeamRun<'a> {
             let mut live = search.beams[at].live.clone();
             let ends = live.push(request, found, self.model.tokenizer)?;
             match ends {
-                None if next.len() < count => next.push((at, Beam { live, sum, blocks: Vec::new() })),
+                None if next.len() < count => next.push((at, live, sum)),
                 Some(finish) if i < count => {
                     let score = self.beams.score(sum, live.new_tokens(request));
                     search.ended.push(Hypothesis { live, score, finish });
@@ -302,7 +318,7 @@ impl<'a> BeamRun<'a> {
         {
             let is_far = early_stopping == EarlyStopping::Never && length_penalty > 0.0;
             let length = if is_far { request.new_tokens_max } else { new_tokens };
-            let improves = |(_, best): &(usize, Beam)| self.beams.score(best.sum, length) > worst.score;
+            let improves = |(.., sum): &Continuation| self.beams.score(*sum, length) > worst.score;
             if early_stopping == EarlyStopping::True || !next.first().is_some_and(improves) {
                 next.clear();
             }
@@ -311,17 +327,14 @@ impl<'a> BeamRun<'a> {
     }
 
     /// Gives each of the next beams the pages of the one that it continues.
-    fn replace(&mut self, search: &mut Search, next: Vec<(usize, Beam)>) {
-        let before = std::mem::take(&mut search.beams);
-        for (at, beam) in next {
-            let blocks = before[at].blocks.clone();
-            for &page in &blocks {
-                self.pool.retain(page);
-            }
-            search.beams.push(Beam { blocks, ..beam });
+    fn replace(&mut self, search: &mut Search, next: Vec<Continuation>) {
+        let mut before = std::mem::take(&mut search.beams);
+        for (at, live, sum) in next {
+            let tables = &before[at].tables;
+            search.beams.push(Beam { live, sum, tables: self.pools.share(tables, tables.len()) });
         }
-        for page in before.into_iter().flat_map(|beam| beam.blocks) {
-            self.pool.release(page);
+        for beam in &mut before {
+            self.pools.clear(&mut beam.tables);
         }
     }
 
@@ -347,18 +360,11 @@ impl<'a> BeamRun<'a> {
     }
 }
 
-/// Makes `blocks` cover the tokens `fed`, with own pages for the tokens that are written.
-fn cover(pool: &mut BlockPool, model: Model, cache: &mut [KvLayer], blocks: &mut Vec<u32>, fed: Range<usize>) {
+/// Makes `tables` cover the tokens `fed`, with own pages for the tokens that are written.
+fn cover(pools: &mut BlockPools, model: Model, cache: &mut [KvLayer], tables: &mut BlockTables, fed: Range<usize>) {
     const RESERVED: &str = "a search has reserved the pages of its beams";
-    if let Some(page) = blocks.get_mut(fed.start / PAGE)
-        && pool.is_shared(*page)
-    {
-        let own = pool.allocate().expect(RESERVED);
-        model.transformer.kv_copy_page(cache, *page, own);
-        pool.release(*page);
-        *page = own;
+    for (group, from, to) in pools.unshare(tables, fed.start / PAGE).expect(RESERVED) {
+        model.transformer.kv_copy_page(cache, group, from, to);
     }
-    while blocks.len() < pages_of(fed.end) {
-        blocks.push(pool.allocate().expect(RESERVED));
-    }
+    pools.cover(tables, fed.end).expect(RESERVED);
 }

@@ -3,14 +3,17 @@
 
 use super::Request;
 use super::beams::{self, BeamRun, Beams};
+use super::blocks::GroupPages;
+use super::cache_size::{GroupNeed, bytes, divide};
 use super::live::Live;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
-use super::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_wanted};
+use super::scheduler::{Limits, Prefixes, Scheduler, Spec};
 use super::steps::DecodeSteps;
 use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
 use crate::error::{Error, Result};
+use crate::model::CacheGroup;
 use crate::ops::attention::{KvLayer, PAGE};
 use crate::rng::Rng;
 use std::collections::HashMap;
@@ -22,7 +25,8 @@ pub struct Engine {
     /// Maximum bytes of the cache.
     kv_bytes_max: u64,
     cache: Vec<KvLayer>,
-    pages: usize,
+    /// Pages of each cache group.
+    pages: Vec<usize>,
     /// The decoder, from the first decode step until the cache is released.
     decoder: Option<Decoder>,
     /// The reason why decode steps on a GPU use no graphs, after a capture failed.
@@ -39,7 +43,7 @@ impl Engine {
             config: config.clone(),
             kv_bytes_max: if config.kv_bytes_max > 0 { config.kv_bytes_max } else { memory_free / 2 },
             cache: Vec::new(),
-            pages: 0,
+            pages: Vec::new(),
             decoder: None,
             refused: None,
             new_tokens_before: None,
@@ -63,7 +67,7 @@ impl Engine {
     pub fn release(&mut self) {
         self.decoder = None;
         self.cache = Vec::new();
-        self.pages = 0;
+        self.pages = Vec::new();
     }
 
     /// The current bytes of the cache.
@@ -90,9 +94,11 @@ impl Engine {
         requests.iter().try_for_each(|request| check(request, &model))?;
         let (specs, queue) = (specs(requests), hooks.queue.as_ref());
         let batch_max = queue.map_or(self.config.batch_max, |queue| queue.batch_max.min(self.config.batch_max));
-        let needed = pages_wanted(specs.iter().copied(), batch_max);
-        let limits = Limits { batch_max, ..self.make_cache(&model, &specs, needed) };
-        let mut scheduler = Scheduler::new(specs.iter().copied(), limits)?;
+        let config = RolloutConfig { batch_max, ..self.config.clone() };
+        let before = self.new_tokens_before;
+        let need = |window, page_bytes| GroupNeed::of_sequences(&specs, window, page_bytes, &config, before);
+        let limits = Limits { batch_max, ..self.make_cache(&model, &specs, need) };
+        let mut scheduler = Scheduler::new(specs.iter().copied(), limits.clone())?;
         // The prompts of a null device are all the same tokens.
         if self.steps == DecodeSteps::All {
             let mut next = 0;
@@ -161,44 +167,67 @@ impl Engine {
         hooks: &mut Hooks,
     ) -> Result<Outcome> {
         requests.iter().try_for_each(|request| check(request, &model))?;
-        let mut pages: Vec<usize> =
-            beams::prompts(requests).map(|range| beams.pages_max(&requests[range.start])).collect();
-        pages.sort_unstable_by(|a, b| b.cmp(a));
-        let needed = pages.iter().take((self.config.batch_max / beams.count).max(1)).sum();
-        let limits = self.make_cache(&model, &specs(requests), needed);
+        let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
+        let need = |window, page_bytes| {
+            let first = beams::prompts(requests).map(|range| &requests[range.start]);
+            let mut pages: Vec<usize> =
+                first.map(|request| beams.pages_max(request, window, prefill_tokens_max)).collect();
+            pages.sort_unstable_by(|a, b| b.cmp(a));
+            let wanted = pages.iter().take((batch_max / beams.count).max(1)).sum();
+            GroupNeed { page_bytes, wanted, expected: wanted, least: pages.first().copied().unwrap_or(0) }
+        };
+        let limits = self.make_cache(&model, &specs(requests), need);
         BeamRun::new(model, beams, requests, limits, &mut self.cache)?.run(hooks)
     }
 
-    /// Allocates `needed` pages, within the allowed bytes, and the positions of the longest sequence. A large enough
-    /// cache is kept.
-    fn make_cache(&mut self, model: &Model, specs: &[Spec], needed: usize) -> Limits {
+    /// Allocates the pages that cache groups `need` with a window and bytes of a page, within the allowed bytes, and the
+    /// positions of the longest sequence. A large enough cache is kept.
+    fn make_cache(
+        &mut self,
+        model: &Model,
+        specs: &[Spec],
+        need: impl Fn(Option<usize>, usize) -> GroupNeed,
+    ) -> Limits {
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
         let (transformer, dtype) = (model.transformer, model.weights.dtype());
-        let page_bytes = transformer.kv_page_bytes(dtype);
-        let mut allowed = (self.kv_bytes_max / page_bytes as u64) as usize;
+        let (groups, page_bytes) = (transformer.cache_groups(), transformer.kv_page_bytes(dtype));
+        let needs: Vec<GroupNeed> =
+            groups.iter().zip(&page_bytes).map(|(group, bytes)| need(group.window, *bytes)).collect();
+        let mut allowed = self.kv_bytes_max;
         if self.steps != DecodeSteps::All && self.config.kv_bytes_max == 0 {
             // A plan reports by how much a job is too large, so it continues with pages for one sequence.
-            allowed = specs.iter().map(Spec::pages_max).fold(allowed, usize::max);
+            allowed = allowed.max(bytes(&needs, |need| need.least));
         }
         // If the free memory of ranks differs, the least decides for all ranks that share a schedule.
-        let pages = -transformer.tensor().max(-(needed.min(allowed) as f64)) as usize;
-        let all: usize = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).sum();
+        let least = |pages: usize| -transformer.tensor().max(-(pages as f64)) as usize;
+        let pages: Vec<usize> = divide(&needs, allowed).into_iter().map(least).collect();
+        let size = |pages: &[usize]| page_bytes.iter().zip(pages).map(|(bytes, pages)| bytes * pages).sum::<usize>();
+        let longest = |spec: &Spec| spec.prompt_tokens + spec.new_tokens_max;
+        let keys =
+            |window: Option<usize>| specs.iter().map(|spec| longest(spec).min(window.unwrap_or(usize::MAX))).sum();
+        let all: Vec<usize> = groups.iter().map(|group| keys(group.window)).collect();
         null::note_cache(Cache {
-            token_bytes: page_bytes / PAGE,
-            bytes: page_bytes * pages,
-            bytes_needed: page_bytes * needed,
-            bytes_wanted: page_bytes / PAGE * all,
+            token_bytes: page_bytes.iter().sum::<usize>() / PAGE,
+            bytes: size(&pages),
+            bytes_needed: bytes(&needs, |need| need.wanted) as usize,
+            bytes_wanted: size(&all) / PAGE,
             samples: specs.len(),
             batch_max,
         });
-        if pages > self.pages {
+        self.pages.resize(groups.len(), 0);
+        // Counted in layers, because bytes may differ between the ranks that share a schedule.
+        let layers = |pages: &[usize]| groups.iter().zip(pages).map(|(group, n)| group.layers.len() * n).sum::<usize>();
+        let lacks = |(i, need): (usize, &GroupNeed)| need.least.min(pages[i]) > self.pages[i];
+        let grows = layers(&pages) > layers(&self.pages);
+        if grows || needs.iter().enumerate().any(lacks) {
             self.release();
-            self.cache = owned_by("kv cache", || transformer.kv_cache(dtype, pages));
+            self.cache = owned_by("kv cache", || transformer.kv_cache(dtype, &pages));
             self.pages = pages;
         }
-        let longest = specs.iter().map(|spec| spec.prompt_tokens + spec.new_tokens_max).max();
-        transformer.reserve_positions(longest.unwrap_or(0));
-        Limits { batch_max, prefill_tokens_max, pages: self.pages, new_tokens_before: self.new_tokens_before }
+        transformer.reserve_positions(specs.iter().map(longest).max().unwrap_or(0));
+        let of_group = |(group, pages): (&CacheGroup, &usize)| GroupPages { window: group.window, pages: *pages };
+        let pages = groups.iter().zip(&self.pages).map(of_group).collect();
+        Limits { batch_max, prefill_tokens_max, pages, new_tokens_before: self.new_tokens_before }
     }
 }
 

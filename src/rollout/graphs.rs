@@ -5,7 +5,8 @@
 //! searches for stop texts, and adds pages before they are needed. Results of the next step for a sequence that has
 //! ended meanwhile are dropped. Before other sequences run, the row tables are filled again.
 //!
-//! A token costs a download of 16 bytes, and an upload of 4 bytes per row in steps in which a row reaches a new page. A
+//! A token costs a download of 16 bytes, and an upload of 4 bytes per row in steps in which a row reaches a new page (4
+//! bytes for each cache group). A
 //! step without graphs starts every kernel (21 for two layers of a Llama), makes 14 uploads and waits for 3 downloads.
 //!
 //! # Ranks that share matrices
@@ -29,6 +30,7 @@
 //! another layout of training, the rollout gathers weights again for each phase. Then the graphs are captured again.
 
 use super::Request;
+use super::blocks::GroupPages;
 use super::run::{Decoder, Hooks, Run, Shape};
 use super::steps::DecodeSteps;
 use crate::comm::Calls;
@@ -135,7 +137,9 @@ impl Run<'_> {
     /// to penalize.
     fn fill(&mut self, sequences: &[usize], bucket: usize) {
         let (mut lanes, mut params) = (Vec::with_capacity(bucket), Vec::with_capacity(bucket));
-        let (mut stops, mut seen, mut pages) = (Stops::default(), Vec::new(), Vec::new());
+        let (mut stops, mut seen) = (Stops::default(), Vec::new());
+        // Tables of the groups are equally long, so a row's pages begin at the same place in each.
+        let mut pages: Vec<Vec<u32>> = vec![Vec::new(); self.limits.pages.len()];
         for &s in sequences {
             let (request, tokens) = (&self.requests[s], &self.live[s].tokens);
             let new = self.live[s].new_tokens(request);
@@ -149,19 +153,21 @@ impl Run<'_> {
                 left: (request.new_tokens_max - new) as u32,
                 banned: request.new_tokens_min.saturating_sub(new) as u32,
                 stops: stops.range(&request.stop.tokens),
-                pages: pages.len() as u32,
+                pages: pages[0].len() as u32,
                 ended: 0,
                 seen: each_once(&mut seen, penalised),
             });
             params.push(request.params);
             seen.resize(seen.len() + if is_penalised(request) { request.new_tokens_max - new } else { 0 }, 0);
-            let end = pages.len() + self.scheduler.pages_max(s);
-            pages.extend_from_slice(self.scheduler.blocks(s));
-            pages.resize(end.max(pages.len()), 0);
+            for (group, pages) in pages.iter_mut().enumerate() {
+                let end = pages.len() + self.scheduler.pages_max(s);
+                pages.extend_from_slice(self.scheduler.tables(s).of_group(group));
+                pages.resize(end.max(pages.len()), 0);
+            }
         }
         lanes.resize(bucket, DecodeSlot::idle());
         params.resize(bucket, SampleParams::greedy());
-        self.make_room(Capacity { rows: bucket, pages: pages.len(), stops: stops.tokens.len(), seen: seen.len() });
+        self.make_room(Capacity { rows: bucket, pages: pages[0].len(), stops: stops.tokens.len(), seen: seen.len() });
         self.decoder().tables.fill(&lanes, &params, &stops.tokens, &seen, &pages);
     }
 
@@ -183,13 +189,16 @@ impl Run<'_> {
         let penalised = self.requests.iter().filter(|r| is_penalised(r)).map(|r| r.tokens.len() + r.new_tokens_max);
         let seen = (rows * penalised.max().unwrap_or(0)).max(needed.seen);
         let room = Capacity { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
-        let cache_pages = self.limits.pages;
+        // A row without a window is not longer than its cache.
+        let pages_max = |group: &GroupPages| if group.window.is_none() { group.pages } else { usize::MAX };
+        let longest = self.limits.pages.iter().map(pages_max).fold(pages, usize::min) * PAGE;
+        let cache_pages: Vec<usize> = self.limits.pages.iter().map(|group| group.pages).collect();
         **kept = Some(Decoder {
-            tables: DecodeState::new(room, cache_pages),
+            changes: vec![UNCHANGED; rows * cache_pages.len()],
+            tables: DecodeState::new(room, cache_pages, longest),
             graphs: Graphs::default(),
             calls: Vec::new(),
             ends: model.ends_on_gpu(),
-            changes: vec![UNCHANGED; rows],
             // The most that a rank has of them, as all ranks must have the same graphs.
             multiprocessors: model.tensor().max(gpu().properties().multiprocessors as f64) as usize,
             model: places,
@@ -221,9 +230,10 @@ impl Run<'_> {
         let (mut longest, mut is_changed) = (0, false);
         let mut changes = std::mem::take(&mut self.decoder().changes);
         changes.fill(UNCHANGED);
-        for (row, change) in batch.rows.iter_mut().zip(&mut changes) {
+        let groups = self.limits.pages.len();
+        for (row, change) in batch.rows.iter_mut().zip(changes.chunks_exact_mut(groups)) {
             if row.state == State::EndedByHost {
-                (row.state, *change, is_changed) = (State::Ended, ENDED, true);
+                (row.state, change[0], is_changed) = (State::Ended, ENDED, true);
             }
             let (request, s) = (&self.requests[row.sequence], row.sequence);
             let new = self.live[s].new_tokens(request) + ahead;
@@ -239,7 +249,8 @@ impl Run<'_> {
             shape.bans |= new < request.new_tokens_min && !request.stop.tokens.is_empty();
             shape.sees |= is_penalised(request);
             if (tokens - 1).is_multiple_of(PAGE) {
-                (*change, is_changed) = (self.scheduler.blocks(s)[(tokens - 1) / PAGE], true);
+                change.copy_from_slice(&self.scheduler.tables(s).pages_at((tokens - 1) / PAGE));
+                is_changed = true;
             }
         }
         let transformer = self.model.transformer;
@@ -252,7 +263,7 @@ impl Run<'_> {
         let times = self.begin_forward(true, batch.rows.iter().map(|row| row.sequence));
         let starts = longest > 0 && null::times(times, || self.capture(shape, ahead));
         if starts && is_changed {
-            self.decoder().tables.change(&changes[..batch.bucket]);
+            self.decoder().tables.change(&changes[..batch.bucket * groups]);
         }
         self.decoder().changes = changes;
         starts.then(|| {

@@ -5,8 +5,10 @@
 //! the cache or the number of threads. The recorded log-probabilities are bit-identical to those of the training
 //! forward.
 
+mod admission;
 mod beams;
 pub mod blocks;
+mod cache_size;
 pub mod engine;
 mod graphs;
 mod live;

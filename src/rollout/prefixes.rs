@@ -3,19 +3,19 @@
 //!
 //! A page is identified by its tokens and all tokens before them, because keys and values depend on these.
 
-use super::blocks::BlockPool;
+use super::blocks::BlockPools;
 use super::sequence::Sequence;
 use crate::ops::attention::PAGE;
 use std::collections::HashMap;
 
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 enum Head {
     #[default]
     Absent,
     /// Being read by a sequence.
     Pending(usize),
-    /// Held for prompts that have not been read.
-    Ready(u32),
+    /// Held for prompts that have not been read: a page of each cache group.
+    Ready(Vec<u32>),
 }
 
 #[derive(Debug, Default)]
@@ -67,18 +67,18 @@ impl Prefixes {
     }
 
     /// Gives sequence `s` the available pages after its own. Returns false if another sequence is reading the next one.
-    pub(super) fn take_pages(&mut self, s: usize, sequence: &mut Sequence, pool: &mut BlockPool) -> bool {
+    pub(super) fn take_pages(&mut self, s: usize, sequence: &mut Sequence, pools: &mut BlockPools) -> bool {
         let pages = self.chain(sequence.spec.group);
-        while sequence.past == PAGE * sequence.blocks.len()
-            && let Some(&page) = pages.get(sequence.blocks.len())
+        while sequence.past == PAGE * sequence.tables.len()
+            && let Some(&page) = pages.get(sequence.tables.len())
         {
-            match self.heads[page] {
+            match &self.heads[page] {
                 Head::Absent => return true,
-                Head::Pending(reader) => return reader == s,
-                Head::Ready(block) => {
-                    pool.retain(block);
-                    sequence.blocks.push(block);
+                Head::Pending(reader) => return *reader == s,
+                Head::Ready(blocks) => {
+                    pools.push(&mut sequence.tables, blocks);
                     sequence.past += PAGE;
+                    pools.slide(&mut sequence.tables, sequence.past);
                 }
             }
         }
@@ -95,13 +95,15 @@ impl Prefixes {
         }
     }
 
-    /// Records that sequence `s` has read its tokens up to `past`, or the whole prompt if it `is_read`.
-    pub(super) fn end(&mut self, s: usize, sequence: &Sequence, is_read: bool, pool: &mut BlockPool) {
+    /// Records that sequence `s` has read its tokens up to `past`, or the whole prompt if it `is_read`. It still holds
+    /// all pages that it has just read.
+    pub(super) fn end(&mut self, s: usize, sequence: &Sequence, is_read: bool, pools: &mut BlockPools) {
         let Some(pages) = self.chains.get_mut(sequence.spec.group) else { return };
-        for (&page, &block) in pages.iter().zip(&sequence.blocks).take(sequence.past / PAGE) {
+        for (b, &page) in pages.iter().enumerate().take(sequence.past / PAGE) {
             if self.heads[page] == Head::Pending(s) {
-                pool.retain(block);
-                self.heads[page] = Head::Ready(block);
+                let blocks = sequence.tables.pages_at(b);
+                pools.retain(&blocks);
+                self.heads[page] = Head::Ready(blocks);
             }
         }
         if !is_read {
@@ -110,7 +112,7 @@ impl Prefixes {
         for page in std::mem::take(pages) {
             self.fresh[page] -= 1;
             if self.fresh[page] == 0 {
-                self.drop_page(page, pool);
+                self.drop_page(page, pools);
             }
         }
     }
@@ -120,19 +122,30 @@ impl Prefixes {
         self.heads.iter_mut().filter(|head| **head == Head::Pending(s)).for_each(|head| *head = Head::Absent);
     }
 
-    /// Releases the pages that no sequence uses, and returns whether there were any.
-    pub(super) fn drop_unused(&mut self, pool: &mut BlockPool) -> bool {
-        let unused = |head: &Head| matches!(head, Head::Ready(block) if !pool.is_shared(*block));
-        let pages: Vec<usize> = (0..self.heads.len()).filter(|&page| unused(&self.heads[page])).collect();
+    /// The pages whose blocks in a cache group no sequence uses.
+    fn unused<'a>(&'a self, pools: &'a BlockPools, group: usize) -> impl Iterator<Item = usize> + 'a {
+        let is_unused =
+            move |head: &Head| matches!(head, Head::Ready(blocks) if !pools.is_shared(group, blocks[group]));
+        self.heads.iter().enumerate().filter(move |(_, head)| is_unused(head)).map(|(page, _)| page)
+    }
+
+    /// The number of pages of a cache group that are free after `drop_unused`.
+    pub(super) fn droppable(&self, pools: &BlockPools, group: usize) -> usize {
+        self.unused(pools, group).count()
+    }
+
+    /// Releases the pages that no sequence uses in a cache group, and returns whether there were any.
+    pub(super) fn drop_unused(&mut self, pools: &mut BlockPools, group: usize) -> bool {
+        let pages: Vec<usize> = self.unused(pools, group).collect();
         for &page in &pages {
-            self.drop_page(page, pool);
+            self.drop_page(page, pools);
         }
         !pages.is_empty()
     }
 
-    fn drop_page(&mut self, page: usize, pool: &mut BlockPool) {
-        if let Head::Ready(block) = std::mem::take(&mut self.heads[page]) {
-            pool.release(block);
+    fn drop_page(&mut self, page: usize, pools: &mut BlockPools) {
+        if let Head::Ready(blocks) = std::mem::take(&mut self.heads[page]) {
+            pools.release(&blocks);
         }
     }
 }

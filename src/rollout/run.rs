@@ -2,6 +2,7 @@
 //! ready.
 
 use super::Request;
+use super::blocks::BlockTables;
 use super::live::Live;
 use super::scheduler::{Chunk, Limits, Scheduler};
 use super::steps::DecodeSteps;
@@ -15,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::experience::{Finish, Response};
 use crate::model::non_finite::Rows;
 use crate::model::{Arch, Keys, Transformer, Weights};
-use crate::ops::attention::{KvLayer, PagedSequence};
+use crate::ops::attention::{KvLayer, Paged, PagedSequence};
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
@@ -35,25 +36,33 @@ pub struct Model<'a> {
 pub(super) struct ForwardInput<'a> {
     pub tokens: &'a [u32],
     pub past: usize,
-    pub blocks: &'a [u32],
+    pub tables: &'a BlockTables,
     /// Whether the logits after the last token are needed.
     pub complete: bool,
+}
+
+impl ForwardInput<'_> {
+    /// Its sequence, with the pages of a cache group.
+    fn in_group(&self, group: usize) -> PagedSequence<'_> {
+        PagedSequence { past: self.past, tokens: self.tokens.len(), blocks: self.tables.of_group(group) }
+    }
 }
 
 impl Model<'_> {
     /// This rank's logits after each complete share, in order.
     pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[ForwardInput], outcome: &mut Outcome) -> Option<Tensor> {
         let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        let mut sequences = Vec::with_capacity(feeds.len());
         for feed in feeds {
             tokens.extend_from_slice(feed.tokens);
             positions.extend((feed.past..feed.past + feed.tokens.len()).map(|i| i as u32));
-            sequences.push(PagedSequence { past: feed.past, tokens: feed.tokens.len(), blocks: feed.blocks });
             if feed.complete {
                 rows.push(tokens.len() as u32 - 1);
             }
         }
-        let keys = Keys::Paged(cache, sequences.as_slice().into());
+        let of_group = |group| feeds.iter().map(|feed| feed.in_group(group)).collect();
+        let sequences: Vec<Vec<PagedSequence>> = (0..self.transformer.cache_groups().len()).map(of_group).collect();
+        let paged: Vec<Paged> = sequences.iter().map(|sequences| sequences.as_slice().into()).collect();
+        let keys = Keys::Paged(cache, &paged);
         let hidden = self.transformer.forward(self.weights, &tokens, &positions, keys, None);
         outcome.forwards += 1;
         outcome.tokens_fed += tokens.len();
@@ -297,9 +306,11 @@ impl Run<'_> {
         let drawn = self.draw(&logits, &forks);
         for (s, drawn) in forks.into_iter().zip(drawn) {
             if !self.accept(s, drawn, hooks)?
-                && let Some((from, to)) = self.scheduler.share(s)
+                && let Some(copies) = self.scheduler.share(s)
             {
-                self.model.transformer.kv_copy_page(self.cache, from, to);
+                for (group, (from, to)) in copies.into_iter().enumerate() {
+                    self.model.transformer.kv_copy_page(self.cache, group, from, to);
+                }
             }
             let group = self.scheduler.group(s);
             if !self.scheduler.is_prompt_kept(group) {
@@ -356,7 +367,7 @@ impl Run<'_> {
         }
         let last = self.requests[s].tokens.len() + self.requests[s].new_tokens_max - 1;
         // If there are not enough pages, the response waits until others have ended.
-        if self.outcome.responses[s].is_none() && self.scheduler.extend(s, last) {
+        if self.outcome.responses[s].is_none() && self.scheduler.skip_to(s, last) {
             let filled = self.live[s].fill(&self.requests[s], drawn);
             self.scheduler.lengthen(s, filled);
         }
@@ -370,7 +381,7 @@ impl Run<'_> {
         let fed = |feed: &Chunk| ForwardInput {
             tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
             past: feed.past,
-            blocks: self.scheduler.blocks(feed.sequence),
+            tables: self.scheduler.tables(feed.sequence),
             complete: feed.complete,
         };
         let fed: Vec<ForwardInput> = feeds.iter().map(fed).collect();

@@ -9,11 +9,13 @@
 //! - Samples of one prompt form a group. The first one admitted reads the prompt. The others share its full pages, copy
 //!   the last partial one, and sample their first token from the same logits.
 //! - Pages at the beginning of the prompts of several groups are also read once (`Prefixes`).
+//! - Each cache group has its own pages. A group with a window releases a page as soon as no later query sees it, also
+//!   between the chunks of a prompt.
 //! - A sequence whose turn has ended waits for its answer with its pages. Then it reads the answer after them.
 //!
 //! The tokens of a sequence do not depend on any decision made here.
 
-use super::blocks::{BlockPool, pages_of};
+use super::blocks::{BlockPools, BlockTables, held_max, pages_of};
 pub use super::prefixes::Prefixes;
 pub use super::sequence::{Chunk, Limits, Spec, cached_tokens_max, pages_wanted};
 use super::sequence::{Group, Prefix, Sequence, State};
@@ -24,23 +26,23 @@ use std::ops::Range;
 
 #[derive(Debug)]
 pub struct Scheduler {
-    limits: Limits,
-    pool: BlockPool,
-    sequences: Vec<Sequence>,
-    groups: Vec<Group>,
-    waiting: VecDeque<usize>,
+    pub(super) limits: Limits,
+    pub(super) pools: BlockPools,
+    pub(super) sequences: Vec<Sequence>,
+    pub(super) groups: Vec<Group>,
+    pub(super) waiting: VecDeque<usize>,
     /// The running sequences in order of admission, oldest first.
-    running: Vec<usize>,
+    pub(super) running: Vec<usize>,
     feeds: Vec<Chunk>,
     forks: Vec<usize>,
-    finished: usize,
-    finished_new_tokens: usize,
+    pub(super) finished: usize,
+    pub(super) finished_new_tokens: usize,
     preemptions: usize,
     /// The number of sequences that wait for an answer without a slot.
     awaiting_env: usize,
     /// Whether more sequences may be added (`add`) than the waiting ones.
-    is_open: bool,
-    prefixes: Prefixes,
+    pub(super) is_open: bool,
+    pub(super) prefixes: Prefixes,
     /// Prompt tokens of new sequences that other sequences have read.
     prefix_hit_tokens: usize,
 }
@@ -52,23 +54,25 @@ impl Scheduler {
         let mut groups: Vec<Group> = Vec::new();
         let mut sequences = Vec::new();
         for spec in specs {
-            let pages = spec.pages_max();
-            if pages > limits.pages {
-                let message = format!(
-                    "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, but the cache has {}",
-                    spec.prompt_tokens + spec.new_tokens_max,
-                    limits.pages
-                );
-                return Err(Error::usage(message).hint("raise rollout.kv_bytes_max, or use shorter responses"));
+            for group in &limits.pages {
+                let pages = held_max(group.window, spec.cached_max(), limits.prefill_tokens_max);
+                if pages > group.pages {
+                    let message = format!(
+                        "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, but the cache has {}",
+                        spec.prompt_tokens + spec.new_tokens_max,
+                        group.pages
+                    );
+                    return Err(Error::usage(message).hint("raise rollout.kv_bytes_max, or use shorter responses"));
+                }
             }
             if groups.len() <= spec.group {
                 groups.resize_with(spec.group + 1, Group::default);
             }
             groups[spec.group].fresh += 1;
-            sequences.push(Sequence::new(spec));
+            sequences.push(Sequence::new(spec, limits.pages.len()));
         }
         Ok(Self {
-            pool: BlockPool::new(limits.pages),
+            pools: BlockPools::new(&limits.pages),
             limits,
             waiting: (0..sequences.len()).collect(),
             sequences,
@@ -102,17 +106,6 @@ impl Scheduler {
         self.is_open = true;
     }
 
-    /// Whether there are slots and pages for sequences that are still held back.
-    pub fn wants_more(&self) -> bool {
-        if !self.is_open || self.running.len() + self.waiting.len() >= self.limits.batch_max {
-            return false;
-        }
-        let group = |i: usize| self.group(self.waiting[i]);
-        let behind = |i: usize| i > 0 && group(i) == group(i - 1);
-        let needed: usize = self.waiting.iter().enumerate().map(|(i, &s)| self.missing_pages(s, behind(i))).sum();
-        needed < self.room() || (self.running.is_empty() && self.waiting.is_empty())
-    }
-
     /// Allows these sequences to begin.
     pub fn add(&mut self, sequences: Range<usize>) {
         self.waiting.extend(sequences);
@@ -134,8 +127,9 @@ impl Scheduler {
         !self.is_done() && all_wait && self.admissible().is_none()
     }
 
-    pub fn blocks(&self, sequence: usize) -> &[u32] {
-        &self.sequences[sequence].blocks
+    /// The sequence's pages.
+    pub fn tables(&self, sequence: usize) -> &BlockTables {
+        &self.sequences[sequence].tables
     }
 
     pub fn group(&self, sequence: usize) -> usize {
@@ -151,8 +145,9 @@ impl Scheduler {
         self.running.len()
     }
 
-    pub fn free_pages(&self) -> usize {
-        self.pool.free()
+    /// Free pages of each cache group.
+    pub fn free_pages(&self) -> Vec<usize> {
+        (0..self.pools.len()).map(|group| self.pools.free(group)).collect()
     }
 
     /// The number of times that a sequence had to release its pages.
@@ -175,15 +170,17 @@ impl Scheduler {
         }
         let mut room = self.room();
         while let Some(&s) = self.waiting.front() {
-            let need = self.missing_pages(s, false);
-            if self.running.len() >= self.limits.batch_max || !(self.running.is_empty() || need <= room) {
+            if self.running.len() >= self.limits.batch_max {
                 break;
             }
-            room = room.saturating_sub(need);
+            // One sequence always runs. If it needs more than expected, no other one fits.
+            if !self.take_room(s, &mut room) && !self.running.is_empty() {
+                break;
+            }
             self.waiting.pop_front();
             self.running.push(s);
             let spec = self.sequences[s].spec;
-            self.sequences[s].blocks.reserve(spec.pages_max());
+            self.sequences[s].tables.reserve(spec.pages_max());
             self.start_sequence(s);
         }
         &self.forks
@@ -242,7 +239,7 @@ impl Scheduler {
     fn take_prefix(&mut self, s: usize) -> bool {
         let sequence = &mut self.sequences[s];
         let before = sequence.past;
-        let goes_on = self.prefixes.take_pages(s, sequence, &mut self.pool);
+        let goes_on = self.prefixes.take_pages(s, sequence, &mut self.pools);
         if sequence.length == sequence.spec.prompt_tokens {
             self.prefix_hit_tokens += sequence.past - before;
         }
@@ -261,14 +258,16 @@ impl Scheduler {
 
     /// Makes the sequence's pages cover `tokens`, if no other sequence has to release pages for it.
     pub fn extend(&mut self, s: usize, tokens: usize) -> bool {
-        while self.sequences[s].blocks.len() < pages_of(tokens) {
-            let Some(page) = self.pool.allocate() else { return false };
-            self.sequences[s].blocks.push(page);
-        }
-        true
+        self.pools.cover(&mut self.sequences[s].tables, tokens).is_ok()
     }
 
-    /// Pages of the sequence at its maximum length.
+    /// Same as `extend`, for a sequence whose next query is the last of the tokens.
+    pub fn skip_to(&mut self, s: usize, tokens: usize) -> bool {
+        self.pools.slide(&mut self.sequences[s].tables, tokens - 1);
+        self.extend(s, tokens)
+    }
+
+    /// Entries of the sequence's block tables at its maximum length.
     pub fn pages_max(&self, s: usize) -> usize {
         self.sequences[s].spec.pages_max()
     }
@@ -276,15 +275,13 @@ impl Scheduler {
     /// Records that the token fed to the sequence in a decode step is cached.
     pub fn decoded(&mut self, s: usize) {
         self.sequences[s].past += 1;
+        self.slide(s);
     }
 
-    /// The number of free slots, if `admit` would give one to a waiting sequence or to one that may be added.
-    pub fn admissible(&self) -> Option<usize> {
-        let Some(&next) = self.waiting.front() else {
-            return self.wants_more().then(|| self.limits.batch_max - self.running.len());
-        };
-        let slots = self.limits.batch_max.checked_sub(self.running.len()).filter(|slots| *slots > 0)?;
-        (self.running.is_empty() || self.missing_pages(next, false) <= self.room()).then_some(slots)
+    /// Releases the pages that the sequence's next query does not see.
+    fn slide(&mut self, s: usize) {
+        let sequence = &mut self.sequences[s];
+        self.pools.slide(&mut sequence.tables, sequence.past);
     }
 
     /// Records that the tokens of `feed` are cached. Returns whether the logits after the last token must be kept for
@@ -292,17 +289,15 @@ impl Scheduler {
     pub fn fed(&mut self, feed: Chunk) -> bool {
         let sequence = &mut self.sequences[feed.sequence];
         sequence.past = feed.past + feed.tokens;
-        self.prefixes.end(feed.sequence, sequence, feed.complete, &mut self.pool);
+        self.prefixes.end(feed.sequence, sequence, feed.complete, &mut self.pools);
+        self.pools.slide(&mut sequence.tables, sequence.past);
         if !(feed.complete && sequence.leads) {
             return false;
         }
         sequence.leads = false;
         let group = &mut self.groups[sequence.spec.group];
-        let pages = sequence.blocks[..pages_of(sequence.spec.prompt_tokens)].to_vec();
-        for &page in &pages {
-            self.pool.retain(page);
-        }
-        group.prefix = Prefix::Ready(pages);
+        let entries = pages_of(sequence.spec.prompt_tokens);
+        group.prefix = Prefix::Ready(self.pools.share(&sequence.tables, entries));
         true
     }
 
@@ -344,6 +339,7 @@ impl Scheduler {
     pub fn lengthen(&mut self, s: usize, tokens: usize) {
         self.sequences[s].past += tokens;
         self.sequences[s].length += tokens;
+        self.slide(s);
     }
 
     /// Ends the sequence's use of its group. The last sequence releases the prompt's pages.
@@ -356,8 +352,9 @@ impl Scheduler {
         }
     }
 
-    /// Gives a forked sequence the pages of its prompt. Returns the page to copy, if one is partial: (from, to).
-    pub fn share(&mut self, s: usize) -> Option<(u32, u32)> {
+    /// Gives a forked sequence the pages of its prompt. Returns the pages to copy, if the last one is partial: those of
+    /// each cache group, (from, to).
+    pub fn share(&mut self, s: usize) -> Option<Vec<(u32, u32)>> {
         let group = self.sequences[s].spec.group;
         let copy = if self.sequences[s].state == State::Follower { self.share_pages(s, group) } else { None };
         if self.sequences[s].forks {
@@ -366,30 +363,30 @@ impl Scheduler {
         copy
     }
 
-    fn share_pages(&mut self, s: usize, group: usize) -> Option<(u32, u32)> {
+    fn share_pages(&mut self, s: usize, group: usize) -> Option<Vec<(u32, u32)>> {
         let prompt_tokens = self.sequences[s].spec.prompt_tokens;
         self.sequences[s].state = State::Running;
         // If the prefix was released meanwhile, there is nothing to share, and the sequence reads its tokens itself.
-        let Prefix::Ready(pages) = &self.groups[group].prefix else { return None };
+        let Prefix::Ready(tables) = &self.groups[group].prefix else { return None };
         let full = prompt_tokens / PAGE;
-        let partial = pages.get(full).copied();
-        for &page in &pages[..full] {
-            self.pool.retain(page);
-            self.sequences[s].blocks.push(page);
-        }
+        let partial = (tables.len() > full).then(|| tables.pages_at(full));
+        let spec = self.sequences[s].spec;
+        self.sequences[s].tables = self.pools.share(tables, full);
+        self.sequences[s].tables.reserve(spec.pages_max() - full);
         self.prefix_hit_tokens += prompt_tokens;
         let Some(from) = partial else {
             self.sequences[s].past = prompt_tokens;
             return None;
         };
-        self.pool.retain(from);
+        self.pools.retain(&from);
         let covered = self.cover(s, prompt_tokens);
-        self.pool.release(from);
+        self.pools.release(&from);
         if !covered {
             return None;
         }
         self.sequences[s].past = prompt_tokens;
-        Some((from, self.sequences[s].blocks[full]))
+        let to = self.sequences[s].tables.pages_at(full);
+        Some(from.into_iter().zip(to).collect())
     }
 
     /// Ends the sequence, and frees its slot and pages at once.
@@ -410,8 +407,8 @@ impl Scheduler {
 
     /// Makes the sequence's pages cover `tokens`. Returns false if it had to release its own pages.
     fn cover(&mut self, s: usize, tokens: usize) -> bool {
-        while !self.extend(s, tokens) {
-            if self.prefixes.drop_unused(&mut self.pool) {
+        while let Err(group) = self.pools.cover(&mut self.sequences[s].tables, tokens) {
+            if self.prefixes.drop_unused(&mut self.pools, group) {
                 // One of them is free now.
             } else if self.running.len() > 1 {
                 let youngest = *self.running.last().expect("at least two run");
@@ -446,17 +443,13 @@ impl Scheduler {
     }
 
     fn release_blocks(&mut self, s: usize) {
-        for page in self.sequences[s].blocks.drain(..) {
-            self.pool.release(page);
-        }
+        self.pools.clear(&mut self.sequences[s].tables);
     }
 
     fn drop_prefix(&mut self, group: usize) -> bool {
         let prefix = &mut self.groups[group].prefix;
-        let Prefix::Ready(pages) = prefix else { return false };
-        for page in pages.iter() {
-            self.pool.release(*page);
-        }
+        let Prefix::Ready(tables) = prefix else { return false };
+        self.pools.clear(tables);
         *prefix = Prefix::Absent;
         true
     }
@@ -464,29 +457,5 @@ impl Scheduler {
     /// Releases all kept prompts. Their later samples read them again.
     fn drop_prefixes(&mut self) -> bool {
         (0..self.groups.len()).filter(|&group| self.drop_prefix(group)).count() > 0
-    }
-
-    /// Free pages that no running sequence is expected to need.
-    fn room(&self) -> usize {
-        let expected: usize = self.running.iter().map(|&s| self.missing_pages(s, false)).sum();
-        self.pool.free().saturating_sub(expected)
-    }
-
-    /// Pages that the sequence is expected to need from the pool. `behind`: another sequence of its group reads the
-    /// prompt.
-    fn missing_pages(&self, s: usize, behind: bool) -> usize {
-        let sequence = &self.sequences[s];
-        let spec = sequence.spec;
-        let expected_new = self.limits.expected_new(self.finished, self.finished_new_tokens);
-        let expected_new = expected_new.map_or(spec.new_tokens_max, |expected| expected.min(spec.new_tokens_max));
-        let tokens = cached_tokens_max(spec.prompt_tokens, expected_new).max(sequence.length);
-        let fresh = sequence.length == spec.prompt_tokens && sequence.blocks.is_empty() && !sequence.leads;
-        let is_shared = behind || !matches!(self.groups[spec.group].prefix, Prefix::Absent);
-        let shared = match fresh {
-            true if is_shared => spec.prompt_tokens / PAGE,
-            true => self.prefixes.held(spec.group),
-            false => 0,
-        };
-        pages_of(tokens).saturating_sub(sequence.blocks.len().max(shared))
     }
 }

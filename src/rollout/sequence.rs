@@ -1,15 +1,15 @@
 //! Limits of the KV cache and of a forward, and the scheduler's state of a sequence and of the samples of a prompt.
 
-use super::blocks::pages_of;
+use super::blocks::{BlockTables, GroupPages, held_max, pages_of};
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Limits {
     /// Sequences running at once.
     pub batch_max: usize,
     /// Prompt tokens in one forward.
     pub prefill_tokens_max: usize,
-    /// Pages of the KV cache.
-    pub pages: usize,
+    /// Pages of the KV cache, for each cache group.
+    pub pages: Vec<GroupPages>,
     /// Mean number of new tokens of earlier sequences, if there were any.
     pub new_tokens_before: Option<usize>,
 }
@@ -46,9 +46,14 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Pages at its maximum length.
+    /// The maximum number of cached tokens.
+    pub fn cached_max(&self) -> usize {
+        cached_tokens_max(self.prompt_tokens, self.new_tokens_max)
+    }
+
+    /// Entries of its block tables at its maximum length.
     pub fn pages_max(&self) -> usize {
-        pages_of(cached_tokens_max(self.prompt_tokens, self.new_tokens_max))
+        pages_of(self.cached_max())
     }
 }
 
@@ -57,10 +62,19 @@ pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
     prompt_tokens + new_tokens_max.max(1) - 1
 }
 
-/// The number of pages with which none of these sequences ever waits for another, with `batch_max` of them at once.
-/// These are the pages of the longest sequences at maximum length and, for each prompt that several samples share, its
-/// partial last page. That page is kept for samples that have not begun when the one that read it ends.
-pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> usize {
+/// The number of pages of a cache group with which none of these sequences ever waits for another, with `batch_max` of
+/// them at once. These are the pages of the longest sequences at maximum length and, for each prompt that several
+/// samples share, its partial last page. That page is kept for samples that have not begun when the one that read it
+/// ends.
+///
+/// With a window, a sequence needs the pages of its window. The chunks that one forward reads need pages of their own,
+/// and so does a prompt whose other samples wait for a slot.
+pub fn pages_wanted(
+    specs: impl IntoIterator<Item = Spec>,
+    window: Option<usize>,
+    batch_max: usize,
+    prefill_tokens_max: usize,
+) -> usize {
     let (mut needs, mut samples): (Vec<usize>, Vec<usize>) = (Vec::new(), Vec::new());
     for spec in specs {
         needs.push(spec.pages_max());
@@ -72,7 +86,19 @@ pub fn pages_wanted(specs: impl IntoIterator<Item = Spec>, batch_max: usize) -> 
     needs.sort_unstable_by(|a, b| b.cmp(a));
     let slots = needs.len().min(batch_max);
     let shared = samples.into_iter().filter(|samples| *samples > 1).count();
-    needs[..slots].iter().sum::<usize>() + shared.min(slots)
+    let whole = needs[..slots].iter().sum::<usize>() + shared.min(slots);
+    if window.is_none() {
+        return whole;
+    }
+    let held = held_max(window, usize::MAX, 1);
+    let prompt = if shared > 0 { held } else { 0 };
+    let in_windows: usize = needs[..slots].iter().map(|pages| *pages.min(&held)).sum();
+    whole.min(in_windows + shared.min(slots) + prompt + chunk_pages(prefill_tokens_max))
+}
+
+/// Pages of a group with a window for the tokens that one forward reads, in addition to those of windows.
+pub(super) fn chunk_pages(prefill_tokens_max: usize) -> usize {
+    pages_of(prefill_tokens_max) + 1
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +117,7 @@ pub(super) struct Sequence {
     pub length: usize,
     /// Tokens in the cache.
     pub past: usize,
-    pub blocks: Vec<u32>,
+    pub tables: BlockTables,
     /// Reads the prompt for its group.
     pub leads: bool,
     /// Samples its first token from the group's prompt logits, and has yet to end or to take its share of the pages.
@@ -101,9 +127,9 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(spec: Spec) -> Self {
-        let (state, length, blocks) = (State::Waiting, spec.prompt_tokens, Vec::new());
-        Self { spec, state, length, past: 0, blocks, leads: false, forks: false, waits: false }
+    pub fn new(spec: Spec, groups: usize) -> Self {
+        let (state, length, tables) = (State::Waiting, spec.prompt_tokens, BlockTables::new(groups));
+        Self { spec, state, length, past: 0, tables, leads: false, forks: false, waits: false }
     }
 }
 
@@ -114,7 +140,7 @@ pub(super) enum Prefix {
     /// Being read by the group's leader.
     Pending,
     /// Pages of the whole prompt, held for the samples that have not begun.
-    Ready(Vec<u32>),
+    Ready(BlockTables),
 }
 
 #[derive(Debug, Default)]

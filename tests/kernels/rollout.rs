@@ -2,13 +2,14 @@
 
 use crate::device;
 use crate::model::{VOCABULARY, llama, qwen3};
+use crate::models::recorded_and_trained;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::pool::Usage;
 use rlhf_hpc::error::Result;
-use rlhf_hpc::experience::{Finish, Response};
-use rlhf_hpc::model::{Arch, Head, TensorPart, Transformer, Weights, init};
+use rlhf_hpc::experience::{Finish, Prompt, Response};
+use rlhf_hpc::model::{Arch, Head, Mixer, TensorPart, Transformer, Weights, init};
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::ops::sample::SampleParams;
 use rlhf_hpc::rng::{Purpose, Rng};
@@ -32,7 +33,7 @@ impl Part {
     }
 
     pub fn config(&self, batch_max: usize, pages: usize, graphs: bool) -> RolloutConfig {
-        let kv_bytes_max = (pages * self.transformer.kv_page_bytes(DType::Bf16)) as u64;
+        let kv_bytes_max = (pages * self.transformer.kv_page_bytes(DType::Bf16).iter().sum::<usize>()) as u64;
         RolloutConfig { batch_max, kv_bytes_max, prefill_tokens_max: 128, graphs, ..RolloutConfig::default() }
     }
 
@@ -149,6 +150,29 @@ fn responses_by_graphs_equal_those_of_ordinary_steps_for_all_parameters_and_stop
             first / PAGE < (first + r.tokens.len() - 2) / PAGE
         };
         assert!(requests.iter().zip(outcome.responses.iter().flatten()).any(crosses), "a page is crossed");
+    }
+}
+
+#[test]
+fn pages_of_windows_are_used_again_while_graphs_run_and_no_bit_changes() {
+    let (_gpu, _one) = device();
+    for windows in [[None, Some(7)], [Some(40), Some(7)]] {
+        let mut arch = llama();
+        for (block, window) in arch.blocks.iter_mut().zip(windows) {
+            let Mixer::Attention(attention) = &mut block.mixer;
+            attention.window = window;
+        }
+        let tiny = tiny(&arch);
+        // The long responses meet a cache that expects short ones.
+        let requests: Vec<Request> = plain(12, |i| if i < 9 { 2 } else { 75 });
+        let [outcome, _] = both(&tiny.config(4, 5, true), &tiny, &requests, None);
+        assert!(outcome.graph_steps > 70, "{windows:?}: {} of {}", outcome.graph_steps, outcome.forwards);
+        let prompts: Vec<Prompt> =
+            requests.iter().map(|r| Prompt { tokens: r.tokens.to_vec(), ..Prompt::default() }).collect();
+        let mut responses = outcome.complete().expect("all of them");
+        responses.iter_mut().enumerate().for_each(|(i, response)| response.prompt = i);
+        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &responses, 1.0);
+        assert_eq!(recorded, trained, "{windows:?}");
     }
 }
 

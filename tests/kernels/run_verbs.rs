@@ -255,7 +255,7 @@ fn an_engine_uses_at_most_the_memory_that_weights_and_cache_leave() {
     let stop = Arc::new(Stop::default());
     let requests = rollout::requests(&prompts, &config, &stop, arch.context).expect("requests");
     // The cache has its largest size: otherwise it would use the remaining memory.
-    let cache = 40 * transformer.kv_page_bytes(DType::Bf16) as u64;
+    let cache = 40 * transformer.kv_page_bytes(DType::Bf16).iter().sum::<usize>() as u64;
     let mut engine = Engine::new(&config, 0);
     engine.allow(cache);
     let reckoned = rollout::forward_bytes(&arch, 1, &config, requests.len(), rollout::edits_logits(&config));

@@ -5,7 +5,7 @@ mod adapters;
 mod beams;
 mod exported;
 mod families;
-mod golden;
+pub mod golden;
 mod longrope;
 mod paged;
 mod quantized;

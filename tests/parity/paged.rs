@@ -2,7 +2,7 @@
 
 use crate::parity::golden::{DENSE_MODELS, LANGUAGE_MODELS, Model};
 use rlhf_hpc::model::{Head, Keys};
-use rlhf_hpc::ops::attention::{KvLayer, PagedSequence};
+use rlhf_hpc::ops::attention::{KvLayer, Paged, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
 
 fn argmax(x: &[f32]) -> u32 {
@@ -14,7 +14,8 @@ fn argmax(x: &[f32]) -> u32 {
 fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past: usize) -> Tensor {
     let positions: Vec<u32> = (past as u32..tokens.len() as u32).collect();
     let sequences = [PagedSequence { past, tokens: tokens.len() - past, blocks }];
-    let keys = Keys::Paged(cache, sequences.as_slice().into());
+    let paged: Vec<Paged> = m.transformer.cache_groups().iter().map(|_| sequences.as_slice().into()).collect();
+    let keys = Keys::Paged(cache, &paged);
     m.transformer.forward(&m.weights, &tokens[past..], &positions, keys, None)
 }
 
@@ -27,7 +28,7 @@ fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
     let dense = DENSE_MODELS.iter().map(|name| (name, Model::load(name, Head::LanguageModel, DType::F32)));
     for (name, m) in adapted.chain(dense) {
         let expected = m.golden.integers("greedy");
-        let mut cache = m.transformer.kv_cache(m.weights.dtype(), 8);
+        let mut cache = m.transformer.kv_cache(m.weights.dtype(), &vec![8; m.transformer.cache_groups().len()]);
         let blocks = [5, 2, 7];
         let (mut tokens, mut past) = (expected[..m.golden.prompt()].to_vec(), 0);
         while tokens.len() < expected.len() {

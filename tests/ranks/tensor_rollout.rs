@@ -131,7 +131,7 @@ fn unequal(world: &World) {
     let (name, arch) = &shapes()[0];
     let [part, whole] = sides(world, arch, DType::F32);
     let with_pages = |pages: usize| {
-        let kv_bytes_max = (part.transformer.kv_page_bytes(DType::F32) * pages) as u64;
+        let kv_bytes_max = (part.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>() * pages) as u64;
         outcome(&part, &RolloutConfig { kv_bytes_max, ..config(1.0) })
     };
     let ample = with_pages(60);
@@ -148,7 +148,8 @@ fn cached(world: &World) {
         let [part, whole] = sides(world, &arch, DType::F32);
         let k = part.weights.table.find("model.layers.0.self_attn.k_proj.weight").expect("keys");
         let copies = part.weights.table.spec(k).copies;
-        let [held, all] = [&part, &whole].map(|model| model.transformer.kv_page_bytes(DType::F32));
+        let [held, all] =
+            [&part, &whole].map(|model| model.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>());
         assert_eq!(held * world.size, all * copies, "{name}");
     }
 }

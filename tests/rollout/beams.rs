@@ -28,7 +28,7 @@ fn a_search_is_the_same_for_any_other_requests_batch_chunk_and_cache_size() {
     }
     // Space for the beams of the longest prompt only, which share the 2 pages of the prompt.
     let pages = 90 / PAGE + 3 * ((90 + 39_usize).div_ceil(PAGE) - 90 / PAGE);
-    let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
+    let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>()) as u64;
     for changed in [
         RolloutConfig { batch_max: 1, ..config.clone() },
         RolloutConfig { batch_max: 7, prefill_tokens_max: 3, ..config.clone() },

@@ -93,7 +93,7 @@ fn responses_are_the_same_for_any_batch_chunk_and_cache_size_and_thread_count() 
         alike(RolloutConfig { prefill_tokens_max, ..config(60, 4) }, &format!("chunks of {prefill_tokens_max}"));
     }
     for pages in [5, 9] {
-        let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
+        let kv_bytes_max = (pages * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>()) as u64;
         alike(RolloutConfig { kv_bytes_max, ..config(60, 4) }, &format!("{pages} pages"));
     }
     for threads in [1, 2, 3] {
@@ -117,7 +117,7 @@ fn preemption_in_a_full_cache_changes_no_response() {
         })
         .collect();
     let roomy = run(&tiny, &config(150, 1), &mixed, None).expect("a rollout");
-    let kv_bytes_max = (13 * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
+    let kv_bytes_max = (13 * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>()) as u64;
     let tight = run(&tiny, &RolloutConfig { kv_bytes_max, ..config(150, 1) }, &mixed, None).expect("a rollout");
     assert_eq!(roomy.preemptions, 0);
     assert!(tight.preemptions > 0, "the cache was not tight");

@@ -8,3 +8,4 @@ mod sampling;
 mod scheduling;
 mod stopping;
 mod turns;
+mod windows;

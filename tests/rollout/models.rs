@@ -29,6 +29,13 @@ pub fn llama() -> Tiny {
     tiny("llama", &serde_json::json!({}), DType::F32)
 }
 
+/// A window of 21 keys in the first of two layers.
+pub fn alternating() -> Tiny {
+    let types = ["sliding_attention", "full_attention"];
+    let keys = serde_json::json!({"sliding_window": 21, "layer_types": types, "use_sliding_window": true});
+    tiny("smollm3", &keys, DType::F32)
+}
+
 pub fn config(new_tokens: usize, samples: usize) -> RolloutConfig {
     RolloutConfig {
         response_tokens_max: new_tokens,

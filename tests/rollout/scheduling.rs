@@ -2,9 +2,9 @@
 
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::blocks::pages_of;
-use rlhf_hpc::rollout::scheduler::{Limits, Prefixes, Scheduler, Spec, pages_wanted};
-use std::collections::BTreeMap;
+use rlhf_hpc::rollout::blocks::{GroupPages, held_max, pages_of};
+use rlhf_hpc::rollout::scheduler::{Chunk, Limits, Prefixes, Scheduler, Spec, pages_wanted};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Imitates a cache whose entries are (group, position, token), and a model that generates a sequence's tokens by
@@ -14,13 +14,16 @@ struct Rehearsal {
     specs: Vec<Spec>,
     lengths: Vec<usize>,
     tokens: Vec<Vec<u64>>,
-    cache: Vec<Option<u64>>,
+    /// The cache of each group.
+    caches: Vec<Vec<Option<u64>>>,
     fed: usize,
     forwards: usize,
     running_max: usize,
     limits: Limits,
     /// Groups that are not submitted yet, the next one last. Empty if all are submitted at the start.
     held: Option<Vec<Range<usize>>>,
+    /// Whether pages that prompts have in common are held.
+    shares: bool,
 }
 
 /// The token that a model would feed: prompt tokens are the group's, new ones the sequence's own.
@@ -32,7 +35,7 @@ fn token(spec: &Spec, sequence: usize, position: usize) -> u64 {
 impl Rehearsal {
     /// `lengths`: new tokens after which each sequence ends.
     fn new(specs: &[Spec], lengths: &[usize], limits: Limits) -> Self {
-        let scheduler = Scheduler::new(specs.iter().copied(), limits).expect("every sequence fits alone");
+        let scheduler = Scheduler::new(specs.iter().copied(), limits.clone()).expect("every sequence fits alone");
         let tokens =
             specs.iter().enumerate().map(|(s, spec)| (0..spec.prompt_tokens).map(|i| token(spec, s, i)).collect());
         Self {
@@ -40,12 +43,13 @@ impl Rehearsal {
             tokens: tokens.collect(),
             specs: specs.to_vec(),
             lengths: lengths.to_vec(),
-            cache: vec![None; limits.pages * PAGE],
+            caches: limits.pages.iter().map(|group| vec![None; group.pages * PAGE]).collect(),
             fed: 0,
             forwards: 0,
             running_max: 0,
             limits,
             held: None,
+            shares: false,
         }
     }
 
@@ -70,6 +74,7 @@ impl Rehearsal {
         let groups = self.specs.iter().zip(&self.tokens).map(|(spec, tokens)| (spec.group, tokens));
         let prompts: BTreeMap<usize, Vec<u32>> =
             groups.map(|(group, tokens)| (group, tokens.iter().map(|&t| t as u32).collect())).collect();
+        self.shares = true;
         self.scheduler.share_prefixes(Prefixes::new(prompts.values().map(Vec::as_slice)));
         self
     }
@@ -96,9 +101,11 @@ impl Rehearsal {
             for s in forks {
                 if self.drawn(s) == self.lengths[s] {
                     self.scheduler.finish(s);
-                } else if let Some((from, to)) = self.scheduler.share(s) {
-                    let (from, to) = (from as usize * PAGE, to as usize * PAGE);
-                    self.cache.copy_within(from..from + PAGE, to);
+                } else if let Some(copies) = self.scheduler.share(s) {
+                    for ((from, to), cache) in copies.into_iter().zip(&mut self.caches) {
+                        let (from, to) = (from as usize * PAGE, to as usize * PAGE);
+                        cache.copy_within(from..from + PAGE, to);
+                    }
                 }
             }
             self.forward();
@@ -121,21 +128,27 @@ impl Rehearsal {
         let feeds = self.scheduler.plan().to_vec();
         let prefill: usize = feeds.iter().map(|f| f.tokens).filter(|&t| t > 1).sum();
         assert!(prefill <= self.limits.prefill_tokens_max);
-        for feed in &feeds {
-            let blocks = self.scheduler.blocks(feed.sequence);
-            assert!(blocks.len() >= pages_of(feed.past + feed.tokens));
-            for i in feed.past..feed.past + feed.tokens {
-                self.cache[blocks[i / PAGE] as usize * PAGE + i % PAGE] = Some(self.tokens[feed.sequence][i]);
+        for (group, cache) in self.caches.iter_mut().enumerate() {
+            for feed in &feeds {
+                let blocks = self.scheduler.tables(feed.sequence).of_group(group);
+                assert!(blocks.len() >= pages_of(feed.past + feed.tokens));
+                for i in feed.past..feed.past + feed.tokens {
+                    cache[blocks[i / PAGE] as usize * PAGE + i % PAGE] = Some(self.tokens[feed.sequence][i]);
+                }
+            }
+            let window = self.limits.pages[group].window.unwrap_or(usize::MAX);
+            for feed in &feeds {
+                let (blocks, tokens) =
+                    (self.scheduler.tables(feed.sequence).of_group(group), &self.tokens[feed.sequence]);
+                let end = feed.past + feed.tokens;
+                for (i, &token) in tokens[..end].iter().enumerate().skip((feed.past + 1).saturating_sub(window)) {
+                    let cached = cache[blocks[i / PAGE] as usize * PAGE + i % PAGE];
+                    assert_eq!(cached, Some(token), "sequence {} position {i}", feed.sequence);
+                }
+                assert_eq!(feed.complete, end == tokens.len());
             }
         }
-        for feed in &feeds {
-            let (blocks, tokens) = (self.scheduler.blocks(feed.sequence), &self.tokens[feed.sequence]);
-            for (i, &token) in tokens[..feed.past + feed.tokens].iter().enumerate() {
-                let cached = self.cache[blocks[i / PAGE] as usize * PAGE + i % PAGE];
-                assert_eq!(cached, Some(token), "sequence {} position {i}", feed.sequence);
-            }
-            assert_eq!(feed.complete, feed.past + feed.tokens == tokens.len());
-        }
+        self.check_held(&feeds);
         self.forwards += usize::from(!feeds.is_empty());
         for feed in feeds {
             self.fed += feed.tokens;
@@ -149,11 +162,29 @@ impl Rehearsal {
         }
     }
 
+    /// A sequence holds the pages of its window and of the tokens that it reads; a prompt whose samples wait, those of
+    /// its window.
+    fn check_held(&self, feeds: &[Chunk]) {
+        if self.shares {
+            return;
+        }
+        for (group, free) in self.limits.pages.iter().zip(self.scheduler.free_pages()) {
+            let Some(window) = group.window else { continue };
+            let running = self.scheduler.running() - feeds.len().min(self.scheduler.running());
+            let prompts = self.specs.iter().map(|spec| spec.group).collect::<BTreeSet<usize>>();
+            let kept = prompts.into_iter().filter(|prompt| self.scheduler.is_prompt_kept(*prompt)).count();
+            let read: usize = feeds.iter().map(|feed| (window + feed.tokens).div_ceil(PAGE) + 1).sum();
+            let most = read + (running + kept) * (window.div_ceil(PAGE) + 1);
+            assert!(group.pages - free <= most, "{} pages are held, at most {most}", group.pages - free);
+        }
+    }
+
     fn assert_complete(&self) {
         for s in 0..self.specs.len() {
             assert_eq!(self.drawn(s), self.lengths[s], "sequence {s}");
         }
-        assert_eq!(self.scheduler.free_pages(), self.limits.pages, "pages leaked");
+        let all: Vec<usize> = self.limits.pages.iter().map(|group| group.pages).collect();
+        assert_eq!(self.scheduler.free_pages(), all, "pages leaked");
     }
 }
 
@@ -162,8 +193,14 @@ fn groups(prompts: &[usize], samples: usize, new_tokens_max: usize) -> Vec<Spec>
     (0..prompts.len()).flat_map(|group| std::iter::repeat_n(spec(group), samples)).collect()
 }
 
-/// Random prompts, samples, lengths and batches. Half of the cases run to the longest, as a job's may.
-fn case(number: u32) -> (Vec<Spec>, Vec<usize>, Limits) {
+/// `pages` pages of one group without a window.
+fn whole(pages: usize) -> Vec<GroupPages> {
+    vec![GroupPages { window: None, pages }]
+}
+
+/// Random prompts, samples, lengths and batches. Half of the cases run to the longest, as a job's may. Cache groups have
+/// the `windows`.
+fn case(number: u32, windows: &[Option<usize>]) -> (Vec<Spec>, Vec<usize>, Limits) {
     let rng = Rng::new(2, Purpose::Shuffle);
     let pick = |bound: u64, what: u32| rng.below(bound, [number, what, 0, 0]) as usize;
     let (samples, new_max) = (1 + pick(5, 0), 1 + pick(150, 1));
@@ -171,48 +208,80 @@ fn case(number: u32) -> (Vec<Spec>, Vec<usize>, Limits) {
     let specs = groups(&prompts, samples, new_max);
     let length = |i: u32| if number.is_multiple_of(2) { new_max } else { 1 + pick(new_max as u64, 200 + i) };
     let lengths = (0..specs.len() as u32).map(length).collect();
-    let longest = specs.iter().map(|s| pages_of(s.prompt_tokens + new_max - 1)).max().expect("some sequences");
+    let longest = specs.iter().map(|s| s.prompt_tokens + new_max - 1).max().expect("some sequences");
+    let (prefill_tokens_max, more) = (2 + pick(100, 4), pick(3, 5) * pick(20, 6));
+    let of_window = |&window: &Option<usize>| {
+        let least = held_max(window, longest, prefill_tokens_max);
+        GroupPages { window, pages: least + if window.is_some() { more / 2 } else { more } }
+    };
     let limits = Limits {
         batch_max: 1 + pick(12, 3),
-        prefill_tokens_max: 2 + pick(100, 4),
-        pages: longest + pick(3, 5) * pick(20, 6),
+        prefill_tokens_max,
+        pages: windows.iter().map(of_window).collect(),
         new_tokens_before: (pick(2, 7) == 0).then(|| pick(150, 8)),
     };
     (specs, lengths, limits)
 }
 
 #[test]
-fn every_sequence_reads_its_own_tokens_for_any_pool_batch_and_budget() {
-    for number in 0..120 {
-        let (specs, lengths, limits) = case(number);
-        let done = Rehearsal::new(&specs, &lengths, limits).run();
+fn every_sequence_reads_its_own_tokens_for_any_pool_batch_budget_and_window() {
+    let mut preemptions = 0;
+    for number in 0..200 {
+        let window = Some(1 + 13 * number as usize % 130);
+        let windows =
+            if number < 120 { vec![None] } else { [vec![window], vec![None, window]][number as usize % 2].clone() };
+        let (specs, lengths, limits) = case(number, &windows);
+        let done = Rehearsal::new(&specs, &lengths, limits.clone()).run();
         done.assert_complete();
         assert!(done.running_max <= limits.batch_max);
+        preemptions += if window.is_some() { done.scheduler.preemptions() } else { 0 };
         // With the requested number of pages, no sequence is preempted.
-        let pages = pages_wanted(specs.iter().copied(), limits.batch_max);
-        let done = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).run();
+        let Limits { batch_max, prefill_tokens_max, .. } = limits;
+        let wanted = |&window: &Option<usize>| GroupPages {
+            window,
+            pages: pages_wanted(specs.iter().copied(), window, batch_max, prefill_tokens_max),
+        };
+        let roomy = Limits { pages: windows.iter().map(wanted).collect(), ..limits.clone() };
+        let done = Rehearsal::new(&specs, &lengths, roomy.clone()).run();
         done.assert_complete();
-        assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {limits:?}");
+        assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {roomy:?}");
         // The order and the number of running sequences are the same if groups are added as slots become free.
-        let held = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).held_back().run();
+        let held = Rehearsal::new(&specs, &lengths, roomy.clone()).held_back().run();
         held.assert_complete();
-        assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {limits:?}");
-        Rehearsal::new(&specs, &lengths, limits).held_back().run().assert_complete();
+        assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {roomy:?}");
+        Rehearsal::new(&specs, &lengths, limits.clone()).held_back().run().assert_complete();
         // Prompts with the same first pages, in a cache of any size.
         let shared = Rehearsal::new(&specs, &lengths, limits).with_head(100).run();
         shared.assert_complete();
-        let shared = Rehearsal::new(&specs, &lengths, Limits { pages, ..limits }).with_head(100).held_back().run();
+        let shared = Rehearsal::new(&specs, &lengths, roomy.clone()).with_head(100).held_back().run();
         shared.assert_complete();
-        assert_eq!(shared.scheduler.preemptions(), 0, "case {number}: {limits:?}");
-        assert_eq!(shared.fed + shared.scheduler.prefix_hit_tokens(), done.fed + done.scheduler.prefix_hit_tokens());
+        assert_eq!(shared.scheduler.preemptions(), 0, "case {number}: {roomy:?}");
+        let found = |done: &Rehearsal| done.fed + done.scheduler.prefix_hit_tokens();
+        assert_eq!(found(&shared), found(&done), "case {number}: {roomy:?}");
     }
+    assert!(preemptions > 0, "no cache with windows was tight");
+}
+
+#[test]
+fn a_long_response_holds_only_the_pages_of_its_window() {
+    let (window, specs) = (Some(70), groups(&[100, 300], 3, 900));
+    let pages = |pages| vec![GroupPages { window: None, pages: 200 }, GroupPages { window, pages }];
+    let limits = Limits { batch_max: 6, prefill_tokens_max: 64, pages: pages(30), new_tokens_before: None };
+    let done = Rehearsal::new(&specs, &[900; 6], limits.clone()).run();
+    done.assert_complete();
+    assert_eq!((done.running_max, done.scheduler.preemptions()), (6, 0));
+    // Three hold 4 pages each. A fourth one would need 3 more for the tokens that a forward reads.
+    let limits = Limits { pages: pages(3 * 4 + 3), ..limits };
+    let done = Rehearsal::new(&specs, &[900; 6], limits).run();
+    done.assert_complete();
+    assert_eq!((done.running_max, done.scheduler.preemptions()), (3, 0));
 }
 
 #[test]
 fn a_rollout_expects_the_lengths_of_the_previous_one_and_admits_as_many_as_then_fit() {
     let (specs, lengths) = (groups(&[10; 24], 1, 500), [20; 24]);
     let run = |new_tokens_before| {
-        let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: 40, new_tokens_before };
+        let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: whole(40), new_tokens_before };
         Rehearsal::new(&specs, &lengths, limits).run()
     };
     let [unknown, known, too_short] = [None, Some(20), Some(1)].map(run);
@@ -229,7 +298,7 @@ fn a_prompt_is_prefilled_once_for_all_its_samples() {
     let prompts = [100, 31, 32, 33, 1];
     for batch_max in [3, 7, 100] {
         let specs = groups(&prompts, 6, 20);
-        let limits = Limits { batch_max, prefill_tokens_max: 64, pages: 1000, new_tokens_before: None };
+        let limits = Limits { batch_max, prefill_tokens_max: 64, pages: whole(1000), new_tokens_before: None };
         let done = Rehearsal::new(&specs, &[20; 30], limits).run();
         done.assert_complete();
         assert_eq!(done.fed, prompts.iter().sum::<usize>() + 30 * 19, "batch_max {batch_max}");
@@ -243,7 +312,7 @@ fn pages_of_a_common_prefix_are_prefilled_once() {
     let prompts = [100, 90, 71, 64, 65, 30, 100];
     for batch_max in [1, 4, 100] {
         let specs = groups(&prompts, 2, 5);
-        let limits = Limits { batch_max, prefill_tokens_max: 24, pages: 100, new_tokens_before: None };
+        let limits = Limits { batch_max, prefill_tokens_max: 24, pages: whole(100), new_tokens_before: None };
         let done = Rehearsal::new(&specs, &[5; 14], limits).with_head(70).run();
         done.assert_complete();
         let found = 3 * 64 + 32 + prompts.iter().sum::<usize>();
@@ -258,7 +327,7 @@ fn a_finished_sequence_frees_its_slot_at_once() {
     let specs = groups(&[5; 31], 1, 200);
     let mut lengths = [6; 31];
     lengths[0] = 150;
-    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 100, new_tokens_before: None };
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: whole(100), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &lengths, limits).run();
     done.assert_complete();
     assert!(done.forwards < 200, "{} forwards", done.forwards);
@@ -268,7 +337,8 @@ fn a_finished_sequence_frees_its_slot_at_once() {
 fn a_pool_for_few_sequences_runs_the_others_later_without_preemption() {
     // At first the scheduler expects full-length responses, so it never has to preempt.
     let specs = groups(&[40; 20], 1, 100);
-    let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: 3 * pages_of(139), new_tokens_before: None };
+    let limits =
+        Limits { batch_max: 20, prefill_tokens_max: 2048, pages: whole(3 * pages_of(139)), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &[100; 20], limits).run();
     done.assert_complete();
     assert_eq!(done.running_max, 3);
@@ -277,7 +347,7 @@ fn a_pool_for_few_sequences_runs_the_others_later_without_preemption() {
 
 #[test]
 fn decoding_sequences_get_pages_while_some_are_free_and_a_freed_slot_is_reported() {
-    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: 8, new_tokens_before: None };
+    let limits = Limits { batch_max: 2, prefill_tokens_max: 64, pages: whole(8), new_tokens_before: None };
     let mut scheduler = Scheduler::new(groups(&[PAGE - 2; 3], 1, 70), limits).expect("each fits");
     assert!(scheduler.admit().is_empty());
     assert_eq!(scheduler.decoding(), None, "prompts are read first");
@@ -289,7 +359,7 @@ fn decoding_sequences_get_pages_while_some_are_free_and_a_freed_slot_is_reported
     assert_eq!(scheduler.pages_max(0), pages_of(PAGE - 2 + 69));
     assert!(scheduler.extend(0, 6 * PAGE), "five pages more are free");
     assert!(!scheduler.extend(1, 3 * PAGE), "one is left, and none is taken from the other sequence");
-    assert_eq!((scheduler.free_pages(), scheduler.preemptions(), scheduler.running()), (0, 0, 2));
+    assert_eq!((scheduler.free_pages(), scheduler.preemptions(), scheduler.running()), (vec![0], 0, 2));
     scheduler.finish(0);
     assert_eq!(scheduler.admissible(), Some(1));
     scheduler.decoded(1);
@@ -303,9 +373,10 @@ fn decoding_sequences_get_pages_while_some_are_free_and_a_freed_slot_is_reported
 #[test]
 fn prompts_with_one_sample_need_only_the_pages_of_their_rows() {
     // The last new token is never fed: 32 tokens of 16 + 17 fill a page.
+    let wanted = |specs: &[Spec], batch_max| pages_wanted(specs.iter().copied(), None, batch_max, 64);
     let once = groups(&[PAGE / 2, PAGE / 2], 1, PAGE / 2 + 1);
-    assert_eq!(pages_wanted(once.iter().copied(), 8), 2);
+    assert_eq!(wanted(&once, 8), 2);
     let twice = groups(&[PAGE / 2, PAGE / 2], 2, PAGE / 2 + 1);
-    assert_eq!(pages_wanted(twice.iter().copied(), 8), 4 + 2, "a prompt's partial page, kept for its second sample");
-    assert_eq!(pages_wanted(twice.iter().copied(), 1), 1 + 1);
+    assert_eq!(wanted(&twice, 8), 4 + 2, "a prompt's partial page, kept for its second sample");
+    assert_eq!(wanted(&twice, 1), 1 + 1);
 }

@@ -60,7 +60,10 @@ fn empty_prompts_and_prompts_as_long_as_the_context_are_rejected_with_their_id()
 #[test]
 fn a_cache_too_small_for_one_sequence_is_rejected_with_the_key_to_raise() {
     let (tiny, prompts) = (llama(), prompts(&[100]));
-    let config = RolloutConfig { kv_bytes_max: 2 * tiny.transformer.kv_page_bytes(DType::F32) as u64, ..config(60, 1) };
+    let config = RolloutConfig {
+        kv_bytes_max: 2 * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>() as u64,
+        ..config(60, 1)
+    };
     let error =
         run(&tiny, &config, &requested(&tiny.transformer, &prompts, &config), None).expect_err("five pages in two");
     assert!(

@@ -1,7 +1,7 @@
 //! Responses of several turns: text of the environment is read after the cached tokens, whenever it arrives.
 
 use crate::models::{prompts, recorded_and_trained, requested};
-use crate::rollout::models::{STEP, Tiny, config, llama};
+use crate::rollout::models::{STEP, Tiny, alternating, config, llama};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::{Error, Result};
 use rlhf_hpc::experience::{Finish, Prompt, Response};
@@ -94,20 +94,22 @@ fn sampled_tokens_have_the_logprobs_of_the_training_forward_and_others_are_marke
 
 #[test]
 fn turns_are_the_same_for_any_answer_time_and_any_cache_size() {
-    let (tiny, prompts) = (llama(), prompts(&[3, 90, 64, 17, 33, 20, 21, 22, 9, 9, 9, 9, 9, 9, 9, 9]));
-    let expected = answered(&tiny, &ends(150), &prompts, 0);
-    let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes(DType::F32)) as u64;
-    let mut preemptions = 0;
-    for (delay, batch_max, kv_bytes_max) in [(7, 3, 1 << 30), (3, 16, pages(13)), (1000, 16, pages(11))] {
-        let config = RolloutConfig { batch_max, kv_bytes_max, ..ends(150) };
-        let outcome = answered(&tiny, &config, &prompts, delay);
-        assert!(
-            outcome.responses == expected.responses,
-            "answers after {delay}, {batch_max} at once, {kv_bytes_max} bytes"
-        );
-        preemptions += outcome.preemptions;
+    let prompts = prompts(&[3, 90, 64, 17, 33, 20, 21, 22, 9, 9, 9, 9, 9, 9, 9, 9]);
+    for tiny in [llama(), alternating()] {
+        let expected = answered(&tiny, &ends(150), &prompts, 0);
+        let pages = |pages: usize| (pages * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>()) as u64;
+        let mut preemptions = 0;
+        for (delay, batch_max, kv_bytes_max) in [(7, 3, 1 << 30), (3, 16, pages(13)), (1000, 16, pages(11))] {
+            let config = RolloutConfig { batch_max, kv_bytes_max, ..ends(150) };
+            let outcome = answered(&tiny, &config, &prompts, delay);
+            assert!(
+                outcome.responses == expected.responses,
+                "answers after {delay}, {batch_max} at once, {kv_bytes_max} bytes"
+            );
+            preemptions += outcome.preemptions;
+        }
+        assert!(preemptions > 0, "no cache was full");
     }
-    assert!(preemptions > 0, "no cache was full");
 }
 
 #[test]

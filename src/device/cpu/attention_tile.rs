@@ -34,7 +34,8 @@ impl AttentionShape {
 }
 
 /// One sequence of a paged batch: `tokens` new rows after `past` cached ones; `blocks[i]` is the page of tokens
-/// i*PAGE .. (i+1)*PAGE, and covers past + tokens.
+/// i*PAGE .. (i+1)*PAGE, and covers past + tokens. Pages before the window may be any of the cache, because no result
+/// depends on them.
 #[derive(Clone, Debug)]
 pub struct PagedSequence<'a> {
     pub past: usize,

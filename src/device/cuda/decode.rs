@@ -3,17 +3,17 @@
 //! A step is `begin`, the model's forward over `tokens`, `positions` and `sequences`, `draw`, `end`. Nothing in it
 //! depends on the host, so a graph of a step may run any number of times. If ranks share the vocabulary, each samples
 //! for a share of the rows. All have the same tables: between `draw` and `end` they gather the sampled tokens
-//! (`sampled`). Each step copies 16 bytes per row to the host (`fetch`). It copies 4 bytes per row from the host if a
-//! row reaches a new page or the host ends it (`change`), otherwise none.
+//! (`sampled`). Each step copies 16 bytes per row to the host (`fetch`). It copies 4 bytes per row and cache group from
+//! the host if a row reaches a new page or the host ends it (`change`), otherwise none.
 
 use super::gpu::gpu;
 use super::key_segments;
-use super::kv_cache::{SequenceTable, Split, Tiles, group_of, is_decoding, prefill_rows};
+use super::kv_cache::{SequenceTable, Split, Tiles, Words, group_of, is_decoding, prefill_rows};
 use super::memory::{Memory, View, ViewMut};
 use super::readback::Late;
 use super::sample::{self, Params, Rows, SAMPLED};
 use super::shape::{dim, to_i32};
-use crate::device::cpu::attention::{AttentionShape, PAGE};
+use crate::device::cpu::attention::AttentionShape;
 use crate::device::cpu::sample::SampleParams;
 use crate::device::null;
 use crate::dtype::DType;
@@ -83,7 +83,7 @@ pub const ENDED: u32 = u32::MAX - 1;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
     pub rows: usize,
-    /// Pages of all rows.
+    /// Pages of all rows, in each cache group.
     pub pages: usize,
     /// Stop tokens of all rows.
     pub stops: usize,
@@ -102,11 +102,14 @@ impl Capacity {
 pub struct DecodeState {
     room: Capacity,
     decode_slots: Memory,
+    /// (rows, groups)
     changes: Memory,
+    /// (groups, pages)
     pages: Arc<Memory>,
     tokens: Memory,
     positions: Memory,
     sequences: Arc<Memory>,
+    /// (groups, rows)
     slots: Arc<Memory>,
     /// (row, 0) of each.
     tiles: Arc<Memory>,
@@ -114,31 +117,35 @@ pub struct DecodeState {
     /// The samples of all ranks for their shares of the rows.
     sampled: Memory,
     draws: Memory,
-    /// Pages of the cache.
-    cache_pages: usize,
+    /// Pages of the cache, for each cache group.
+    cache_pages: Vec<usize>,
+    /// Tokens of the longest sequence.
+    longest: usize,
     /// Cached tokens of each row, for a plan.
     cached: Vec<usize>,
 }
 
 impl DecodeState {
-    /// State for rows whose pages are among the first `cache_pages`.
-    pub fn new(room: Capacity, cache_pages: usize) -> Self {
+    /// State for rows of up to `longest` tokens, whose pages in each cache group are among the first `cache_pages`.
+    pub fn new(room: Capacity, cache_pages: Vec<usize>, longest: usize) -> Self {
+        let groups = cache_pages.len();
         let words = |each: usize| Memory::zeros(4 * each * room.rows);
         let tiles: Vec<[i32; 2]> = (0..room.rows).map(|row| [to_i32(OP, row), 0]).collect();
         Self {
             room,
             decode_slots: Memory::from_values(&vec![DecodeSlot::idle(); room.rows]),
-            changes: Memory::from_values(&vec![UNCHANGED; room.rows]),
-            pages: Arc::new(Memory::zeros(4 * room.pages)),
+            changes: Memory::from_values(&vec![UNCHANGED; room.rows * groups]),
+            pages: Arc::new(Memory::zeros(4 * room.pages * groups)),
             tokens: words(1),
             positions: words(1),
             sequences: Arc::new(words(4)),
-            slots: Arc::new(words(1)),
+            slots: Arc::new(words(groups)),
             tiles: Arc::new(Memory::from_values(&tiles)),
             rows: Rows::room(room.rows, room.stops, room.seen),
             sampled: words(SAMPLED),
             draws: words(4),
             cache_pages,
+            longest,
             cached: Vec::new(),
         }
     }
@@ -148,20 +155,26 @@ impl DecodeState {
     }
 
     /// Replaces the rows: their slots and parameters, and the lists of stop tokens (unique within a row), seen tokens
-    /// and pages.
+    /// and, for each cache group, pages.
     pub fn fill(
         &mut self,
         decode_slots: &[DecodeSlot],
         params: &[SampleParams],
         stops: &[u32],
         seen: &[u32],
-        pages: &[u32],
+        pages: &[Vec<u32>],
     ) {
-        let needed = Capacity { rows: decode_slots.len(), pages: pages.len(), stops: stops.len(), seen: seen.len() };
+        let most = pages.iter().map(Vec::len).max().unwrap_or(0);
+        let needed = Capacity { rows: decode_slots.len(), pages: most, stops: stops.len(), seen: seen.len() };
         assert!(self.room.holds(&needed), "decode: capacity {:?} is less than {needed:?}", self.room);
         assert_eq!(decode_slots.len(), params.len(), "decode: each row needs parameters");
-        let page_max = pages.iter().max().expect("decode: at least one page");
-        assert!((*page_max as usize) < self.cache_pages, "decode: page {page_max} exceeds {}", self.cache_pages);
+        let mut all = Vec::new();
+        for (group, (pages, cached)) in pages.iter().zip(&self.cache_pages).enumerate() {
+            let page_max = pages.iter().max().expect("decode: at least one page");
+            assert!((*page_max as usize) < *cached, "decode: page {page_max} exceeds {cached}");
+            all.resize(group * self.room.pages, 0);
+            all.extend_from_slice(pages);
+        }
         let params: Vec<Params> = params.iter().map(Params::from).collect();
         if null::is_active() {
             self.cached = decode_slots.iter().map(|slot| slot.past as usize + 1).collect();
@@ -171,13 +184,15 @@ impl DecodeState {
         self.rows.banned.write(stops);
         self.rows.seen.write(seen);
         self.rows.of_seen.write(&decode_slots.iter().map(|slot| slot.seen).collect::<Vec<_>>());
-        Arc::get_mut(&mut self.pages).expect("decode: no forward is being captured").write(pages);
+        Arc::get_mut(&mut self.pages).expect("decode: no forward is being captured").write(&all);
     }
 
-    /// Sets for each row the page of its next token, `UNCHANGED` or `ENDED`, for the next step only.
+    /// Sets for each row and cache group the page of its next token or `UNCHANGED`, for the next step only. `ENDED` in
+    /// the first group ends a row.
     pub fn change(&mut self, changes: &[u32]) {
-        let page = |change: &u32| *change >= ENDED || (*change as usize) < self.cache_pages;
-        assert!(changes.iter().all(page), "decode: a page is outside the cache of {}", self.cache_pages);
+        let exists = |(change, pages): (&u32, &usize)| *change >= ENDED || (*change as usize) < *pages;
+        let all = changes.iter().zip(self.cache_pages.iter().cycle()).all(exists);
+        assert!(all, "decode: a page is outside the cache of {:?}", self.cache_pages);
         self.changes.write(changes);
     }
 
@@ -196,22 +211,28 @@ impl DecodeState {
         &self.positions
     }
 
-    /// The first `rows` rows in the form that attention reads. With `longest`, decoding is split for contexts of up to
-    /// that many tokens.
-    pub fn sequences(&self, rows: usize, longest: Option<usize>, shape: &AttentionShape) -> SequenceTable {
+    /// The first `rows` rows, in the form in which attention reads them in a cache group. With `longest`, decoding is
+    /// split for contexts of up to that many tokens.
+    pub fn sequences(
+        &self,
+        cache_group: usize,
+        rows: usize,
+        longest: Option<usize>,
+        shape: &AttentionShape,
+    ) -> SequenceTable {
+        let part = |memory: &Arc<Memory>, each| Words { memory: memory.clone(), start: cache_group * each };
         let tiles = |count| Tiles { memory: self.tiles.clone(), count };
         let (decode, prefill) = if is_decoding(shape) { (rows, 0) } else { (0, rows) };
         let group = group_of(shape);
         assert!(group <= prefill_rows(shape), "decode: too many heads ({group}) share a key/value head");
-        // A graph must support all lengths.
-        let longest_of_all = self.room.pages.min(self.cache_pages) * PAGE;
         SequenceTable {
             sequences: self.sequences.clone(),
-            blocks: self.pages.clone(),
-            slots: self.slots.clone(),
+            blocks: part(&self.pages, self.room.pages),
+            slots: part(&self.slots, self.room.rows),
             decode: tiles(decode),
             prefill: tiles(prefill),
-            runs: key_segments::launches(&vec![(0, longest_of_all); prefill]),
+            // A graph must support all lengths.
+            runs: key_segments::launches(&vec![(0, self.longest); prefill]),
             split: longest.filter(|_| decode > 0).map(|longest| Split::new(decode, group, longest, shape)),
             rows,
             shape: *shape,
@@ -240,6 +261,9 @@ impl DecodeState {
             self.rows.uniforms.arg_mut(),
             self.rows.of_banned.arg_mut(),
             self.rows.params.arg_mut(),
+            dim(OP, self.cache_pages.len()),
+            dim(OP, self.room.pages),
+            dim(OP, self.room.rows),
         ];
         gpu().launch("decode_begin", [rows.div_ceil(THREADS), 1, 1], THREADS, 0, &args);
     }

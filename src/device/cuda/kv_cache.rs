@@ -1,12 +1,13 @@
 //! The KV cache of one layer, and the location of a paged batch's tokens in it.
 
-use super::gpu::gpu;
+use super::gpu::{Arg, gpu};
 use super::key_segments::{self, RUN, Run};
 use super::memory::{Memory, View, ViewMut};
 use super::rope;
 use super::shape::{THREADS, check_aligned, count, grid_of, kernel_of, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
 use crate::dtype::DType;
+use bytemuck::Pod;
 use std::cmp::Reverse;
 use std::sync::{Arc, Mutex};
 
@@ -49,14 +50,32 @@ pub(super) struct Tiles {
     pub count: usize,
 }
 
+/// A part of a table of 32-bit numbers: from `start` on.
+#[derive(Clone, Debug)]
+pub(super) struct Words {
+    pub memory: Arc<Memory>,
+    pub start: usize,
+}
+
+impl Words {
+    fn new<T: Pod>(values: &[T]) -> Self {
+        Self { memory: Arc::new(Memory::from_values(values)), start: 0 }
+    }
+
+    pub fn arg(&self) -> Arg {
+        let all = self.memory.view(DType::F32);
+        all.part(self.start..all.len()).arg(DType::F32)
+    }
+}
+
 /// The sequences of a forward, on the GPU; all its layers share one.
 #[derive(Debug)]
 pub struct SequenceTable {
     /// Past, tokens, first row, start in `blocks`.
     pub(super) sequences: Arc<Memory>,
-    pub(super) blocks: Arc<Memory>,
+    pub(super) blocks: Words,
     /// Page * PAGE + position in the page for each row; negative for a row that is not kept.
-    pub(super) slots: Arc<Memory>,
+    pub(super) slots: Words,
     /// Sequences whose rows fit one tile of the decoding kernel.
     pub(super) decode: Tiles,
     pub(super) prefill: Tiles,
@@ -198,8 +217,8 @@ impl SequenceTable {
         Self {
             rows: slots.len(),
             sequences: Arc::new(Memory::from_values(&entries)),
-            blocks: Arc::new(Memory::from_values(&blocks)),
-            slots: Arc::new(Memory::from_values(&slots)),
+            blocks: Words::new(&blocks),
+            slots: Words::new(&slots),
             decode: Tiles::new(decode),
             prefill: Tiles::new(prefill),
             runs: key_segments::launches(&sights),
