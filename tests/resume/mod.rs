@@ -23,3 +23,4 @@ mod records;
 mod rewards;
 mod variants;
 mod warned;
+mod windows;
