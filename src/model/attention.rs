@@ -27,8 +27,6 @@ pub(super) struct Attention {
     o: Linear,
     q_norm: Option<HeadNorm>,
     k_norm: Option<HeadNorm>,
-    /// Whether queries and keys are normed over all heads.
-    norms_all: bool,
     /// The index of the rotary table.
     rope: usize,
     /// The heads that this rank holds.
@@ -89,8 +87,7 @@ impl Attention {
         let mut norm = |part: &str, cut| HeadNorm::declare(table, &format!("{name}.{part}_norm"), spec, cut, arch.norm);
         let (q_norm, k_norm) = (norm("q", spec.queries()), norm("k", spec.keys()));
         let o = Linear::declare(table, &format!("{name}.o_proj"), [hidden, spec.queries()], spec.o_bias);
-        let (norms_all, rope) = (HeadNorm::is_whole(spec), spec.rope);
-        Self { q, k, v, o, q_norm, k_norm, norms_all, rope, shape, copies: KvCopies::new(spec, part) }
+        Self { q, k, v, o, q_norm, k_norm, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
     }
 }
 
@@ -138,18 +135,13 @@ impl Body for Attention {
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, &c.ropes[self.rope]);
-        if self.norms_all {
-            self.copies.sum(c.tensor, [&mut dk, &mut dv]);
-        }
         let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
         let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c, &n, &dq, &mut dn, Into::Overwrite, grads);
         let dk_inner = self.k.backward_input(c, &dk, &mut dn, Into::Add);
         let dv_inner = self.v.backward_input(c, &dv, &mut dn, Into::Add);
-        if !self.norms_all {
-            self.copies.sum(c.tensor, [&mut dk, &mut dv]);
-        }
+        self.copies.sum(c.tensor, [&mut dk, &mut dv]);
         self.k.backward_weight(c.w, &n, &dk, dk_inner, grads);
         self.v.backward_weight(c.w, &n, &dv, dv_inner, grads);
         c.tensor.sum_slice(dn.slice_mut());

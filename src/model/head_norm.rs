@@ -49,29 +49,24 @@ impl HeadNorm {
         }
     }
 
-    /// Whether all heads are normed together. Their gradients must then be summed over copies before `backward`.
-    pub(super) fn is_whole(spec: &AttentionSpec) -> bool {
-        spec.qk_norm == QkNorm::Whole
-    }
-
     /// (y, 1 / rms)
     pub(super) fn forward(&self, c: Context, x: &Tensor) -> (Tensor, Tensor) {
         let Some(all) = &self.all else { return self.norm.forward(c.w, x) };
-        let (y, rstd) = self.norm.forward(c.w, &all.gather(c.tensor, x));
-        (all.own(&y), rstd)
+        let (y, rstd) = self.norm.forward(c.w, &all.gather(c.tensor, x, false));
+        (all.own(&y, false), rstd)
     }
 
-    /// dx from dy; adds the gradient of the weight.
+    /// dx from dy; adds the gradient of the weight. dx of a head that several ranks hold is the sum over them, as dy is.
     pub(super) fn backward(&self, c: Context, x: &Tensor, rstd: &Tensor, dy: &Tensor, grads: &mut Gradients) -> Tensor {
         let Some(all) = &self.all else {
             let mut dx = x.zeros_like(x.rows(), x.width());
             self.norm.backward(c, x, rstd, dy, &mut dx, grads);
             return dx;
         };
-        let [x, dy] = [x, dy].map(|values| all.gather(c.tensor, values));
+        let (x, dy) = (all.gather(c.tensor, x, false), all.gather(c.tensor, dy, true));
         let mut dx = x.zeros_like(x.rows(), x.width());
         self.norm.backward(c, &x, rstd, &dy, &mut dx, grads);
-        all.own(&dx)
+        all.own(&dx, true)
     }
 }
 
@@ -84,10 +79,10 @@ impl AllHeads {
         Self { held, width: cut.size(), head_dim }
     }
 
-    /// The columns of all heads (t, width) from this rank's.
-    fn gather(&self, tensor: &Group, x: &Tensor) -> Tensor {
+    /// The columns of all heads (t, width) from this rank's. With `sums`, copies of a head add up; else they are equal.
+    fn gather(&self, tensor: &Group, x: &Tensor, sums: bool) -> Tensor {
         let e = self.head_dim;
-        let counted = self.held.iter().enumerate().filter(|(_, (_, counts))| *counts);
+        let counted = self.held.iter().enumerate().filter(|(_, (_, counts))| *counts || sums);
         let parts: Vec<_> = counted.map(|(i, (head, _))| (x, i * e, head * e)).collect();
         let mut sum = x.statistics(x.rows(), self.width);
         columns::sum(&parts, &mut sum, e);
@@ -97,11 +92,11 @@ impl AllHeads {
         all
     }
 
-    /// This rank's columns of those of all heads.
-    fn own(&self, all: &Tensor) -> Tensor {
+    /// This rank's columns of those of all heads. With `once`, copies that do not count are 0.
+    fn own(&self, all: &Tensor, once: bool) -> Tensor {
         let e = self.head_dim;
-        let mut own = all.like(all.rows(), self.held.len() * e);
-        for (i, (head, _)) in self.held.iter().enumerate() {
+        let mut own = all.zeros_like(all.rows(), self.held.len() * e);
+        for (i, (head, _)) in self.held.iter().enumerate().filter(|(_, (_, counts))| *counts || !once) {
             columns::copy(all, head * e, &mut own, i * e, e);
         }
         own

@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::layouts::{Left, Setting, assert_near, config, samples, texts, tuning, update, whole};
 use crate::models::arch;
-use crate::tensor_models;
+use crate::tensor_models::{self, capped, long};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
@@ -14,11 +14,12 @@ use rlhf_hpc::model::{Arch, Head};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
 use rlhf_hpc::train::methods::update::Update;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 pub const TESTS: &[Test] = &[
     Test { name: "every combination of axes on eight ranks has the step of one rank", ranks: &[8], check: everywhere },
+    Test { name: "models with other norms, caps and ropes have the step of one rank", ranks: &[8], check: dense },
     Test { name: "adapters on a frozen base have the step of one rank on any axes", ranks: &[8], check: adapted },
     Test {
         name: "a step clipped by its norm equals one rank's on any combination of axes",
@@ -95,6 +96,19 @@ fn everywhere(world: &World) {
         let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().enumerate().map(turn).collect();
         assert_eq!(all.len(), 10, "8 = data x sequence x tensor");
         compare(world, &arch(family, &json!({})), config(loss), &all);
+    }
+}
+
+/// Tests families whose layers differ, each on a few meshes.
+fn dense(world: &World) {
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let cases: [(&str, Value, &[(Mesh, &[usize])]); 3] = [
+        ("olmo3", json!({"sliding_window": 7}), &[(mesh(1, 1, 8), &[1]), (mesh(2, 2, 2), &[3])]),
+        ("gemma2", capped(), &[(mesh(4, 2, 1), &[2])]),
+        ("phi3", long(), &[(mesh(2, 1, 4), &[3])]),
+    ];
+    for (family, keys, few) in cases {
+        compare(world, &arch(family, &keys), config(PolicyLossKind::Clip), few);
     }
 }
 

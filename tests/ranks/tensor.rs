@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::collectives::values;
 use crate::models::arch;
-use crate::tensor_models::{Side, assert_near, bits, cut_shapes, row, shard};
+use crate::tensor_models::{Side, all_cut_shapes, assert_near, bits, capped, row, shard};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
@@ -72,7 +72,7 @@ fn compare(what: &str, arch: &Arch, dtype: DType, axes: &Axes, lengths: &[usize]
 
 fn on_tensor_ranks(world: &World, dtype: DType, tolerance: f64) {
     let axes = Axes::split_mesh(&world.group(), &Mesh { tensor: world.size, ..Mesh::data_only(1) });
-    for (name, arch) in cut_shapes(world.size) {
+    for (name, arch) in all_cut_shapes(world.size) {
         compare(name, &arch, dtype, &axes, &[20, 1, 40], tolerance);
     }
 }
@@ -94,7 +94,11 @@ const LENGTHS: &[&[usize]] = &[&[1, 3, 90, 0, 2, 33, 5], &[1], &[2, 1, 5, 13], &
 fn rings(world: &World) {
     let axes = Axes::split_mesh(&world.group(), &Mesh { sequence: world.size, ..Mesh::data_only(1) });
     let windows = [4, 25, 100].map(|window| ("mistral", json!({"sliding_window": window})));
-    for (family, keys) in windows.into_iter().chain(["llama", "qwen3"].map(|family| (family, json!({})))) {
+    let whole = ["llama", "qwen3", "olmo2"].map(|family| (family, json!({})));
+    // Queries at later positions are larger.
+    let scaled = json!({"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3}});
+    for (family, keys) in windows.into_iter().chain(whole).chain([("gemma2", capped()), ("ministral3", scaled)]) {
         for lengths in LENGTHS {
             let what = format!("{family} {keys}, lengths {lengths:?}");
             compare(&what, &arch(family, &keys), DType::F32, &axes, lengths, 1e-5);

@@ -12,12 +12,13 @@ use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::ops::Range;
 
+/// A model of the family that its name begins with.
+fn shape(name: &'static str, keys: Value) -> (&'static str, Arch) {
+    (name, models::arch(name.split('-').next().expect("a family"), &keys))
+}
+
 /// Models that are difficult to split: a name, and the unusual keys.
 pub fn shapes() -> Vec<(&'static str, Arch)> {
-    let shape = |name: &'static str, keys: Value| {
-        let family = name.split('-').next().expect("a family");
-        (name, models::arch(family, &keys))
-    };
     vec![
         shape("llama", json!({})),
         shape(
@@ -38,9 +39,44 @@ pub fn shapes() -> Vec<(&'static str, Arch)> {
     ]
 }
 
+/// The same of families whose norms, caps, ropes and files differ.
+fn dense() -> Vec<(&'static str, Arch)> {
+    vec![
+        // All heads of a row are normed together.
+        shape("olmo2", json!({"num_key_value_heads": 1})),
+        shape(
+            "olmo3-irregular",
+            json!({"num_attention_heads": 12, "num_key_value_heads": 3, "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention"]}),
+        ),
+        shape("gemma2", capped()),
+        // Heads that are reordered or joined in files.
+        shape("glm4", json!({"head_dim": 8, "partial_rotary_factor": 0.5})),
+        shape("phi3", long()),
+    ]
+}
+
+/// Keys of gemma2: caps that bend scores and logits, and a window in the first layer.
+pub fn capped() -> Value {
+    json!({"sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0, "tie_word_embeddings": true})
+}
+
+/// Keys of phi3: heads of 8 columns, of which 6 are rotated, with LongRoPE.
+pub fn long() -> Value {
+    json!({"hidden_size": 64, "head_dim": 8, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.1, 1.7, 0.6], "long_factor": [2.3, 4.1, 9.7]}})
+}
+
 /// The `shapes` that can be divided over `tensor` tensor ranks.
 pub fn cut_shapes(tensor: usize) -> Vec<(&'static str, Arch)> {
     shapes().into_iter().filter(|(_, arch)| arch.check_tensor(tensor).is_ok()).collect()
+}
+
+/// The same with the `dense` ones.
+pub fn all_cut_shapes(tensor: usize) -> Vec<(&'static str, Arch)> {
+    let dense = dense().into_iter().filter(|(_, arch)| arch.check_tensor(tensor).is_ok());
+    cut_shapes(tensor).into_iter().chain(dense).collect()
 }
 
 /// This rank's part of a language model.

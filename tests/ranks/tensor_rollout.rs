@@ -2,7 +2,7 @@
 
 use crate::Test;
 use crate::models::{prompts, recorded_and_trained, requested};
-use crate::tensor_models::{Side, bits, cut_shapes, shapes};
+use crate::tensor_models::{Side, all_cut_shapes, bits, cut_shapes, shapes};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::{Error, Result};
@@ -114,7 +114,7 @@ fn searched(world: &World) {
 }
 
 fn recorded(world: &World) {
-    for (name, arch) in cut_shapes(world.size) {
+    for (name, arch) in all_cut_shapes(world.size) {
         for dtype in [DType::F32, DType::Bf16] {
             let [part, _] = sides(world, &arch, dtype);
             for config in [config(0.7), masked()] {
