@@ -2,6 +2,7 @@
 
 use super::config_json::Reader;
 use super::tuning::{Origin, Param, Tuning, module_of};
+use super::wrapper::Naming;
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, Patterns};
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
@@ -166,10 +167,10 @@ impl AdapterConfig {
     }
 
     /// The file for adapters with this `tuning` in a model with these `params`. Names are written in full, unless the
-    /// last names select the same modules. PEFT 0.6 knows all keys but use_rslora, which is only written if it is true.
-    pub(super) fn to_json(&self, tuning: &Tuning, params: &[Param]) -> Map<String, Value> {
+    /// last names select the same modules, also in a model around it, which `naming` tells. PEFT 0.6 knows all keys but use_rslora, which is only written if it is true.
+    pub(super) fn to_json(&self, tuning: &Tuning, params: &[Param], naming: Naming) -> Map<String, Value> {
         let Self { settings, base, task } = self;
-        let also: BTreeSet<&str> = tuning.whole.iter().map(|name| module_of(name)).collect();
+        let also: BTreeSet<String> = tuning.whole.iter().map(|name| naming.in_files(module_of(name))).collect();
         let object = json!({
             "peft_type": "LORA",
             "task_type": if *task == Task::Value { "SEQ_CLS" } else { "CAUSAL_LM" },
@@ -180,7 +181,7 @@ impl AdapterConfig {
             "r": settings.rank,
             "lora_alpha": number(settings.alpha),
             "lora_dropout": 0.0,
-            "target_modules": target_names(tuning, params),
+            "target_modules": target_names(tuning, params, naming),
             "rank_pattern": object(&settings.rank_pattern.0, |rank| json!(rank)),
             "alpha_pattern": object(&settings.alpha_pattern.0, |alpha| number(*alpha)),
             "modules_to_save": if also.is_empty() { Value::Null } else { json!(also) },
@@ -209,13 +210,14 @@ fn object<T>(all: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
 }
 
 /// The names of the adapters' modules: last names if they select these modules of the model and no other.
-fn target_names(tuning: &Tuning, params: &[Param]) -> BTreeSet<String> {
+fn target_names(tuning: &Tuning, params: &[Param], naming: Naming) -> BTreeSet<String> {
     let last = |module: &str| module.rsplit('.').next().unwrap_or(module).to_owned();
     let short: BTreeSet<String> = tuning.adapters.keys().map(|module| last(module)).collect();
     let selected: BTreeSet<&str> =
         params.iter().map(|param| module_of(&param.name)).filter(|module| short.contains(&last(module))).collect();
-    let is_same = selected.len() == tuning.adapters.len();
-    if is_same { short } else { tuning.adapters.keys().cloned().collect() }
+    // The model around it may have other modules with these last names.
+    let is_same = naming == Naming::Plain && selected.len() == tuning.adapters.len();
+    if is_same { short } else { tuning.adapters.keys().map(|module| naming.in_files(module)).collect() }
 }
 
 /// Rejects keys that this program does not compute.

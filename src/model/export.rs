@@ -66,8 +66,7 @@ impl Export {
     }
 
     /// Begins an export of an adapter in the format of PEFT, of a language model inside another model if it
-    /// `is_wrapped`. `table` lists the parameters that train: those of
-    /// `tuning`, in a model with `params`.
+    /// `is_wrapped`. `table` lists the parameters that train: those of `tuning`, in a model with `params`.
     ///
     /// # Errors
     /// The errors of `export`.
@@ -82,7 +81,7 @@ impl Export {
     ) -> Result<Self> {
         let naming = if is_wrapped { Naming::Inner } else { Naming::Plain };
         let export = Self::create(out, Names { naming, ..adapter_files::NAMES }, table, dtype, usize::MAX)?;
-        let config = Value::Object(config.to_json(tuning, params));
+        let config = Value::Object(config.to_json(tuning, params, naming));
         write_json(&export.fresh.join(adapter_config::FILE), &config)?;
         Ok(export)
     }

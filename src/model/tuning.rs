@@ -2,6 +2,7 @@
 //! are those of PEFT 0.21.
 
 use super::names::{EMBEDDING, LM_HEAD};
+use super::wrapper::Naming;
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, end_of_name, layer_range, whole_name};
 use crate::error::{Error, Kind, Result};
 use regex::Regex;
@@ -90,6 +91,16 @@ fn is_named(name: &str, end: &str) -> bool {
     name.strip_suffix(end).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
+/// The names of a module: its own, and those inside a model that also sees images.
+fn names_of(module: &str) -> [String; 3] {
+    [Naming::Plain, Naming::Inner, Naming::Outer].map(|naming| naming.in_files(module))
+}
+
+/// Whether one of the names of a module is `end`, or ends with it after a dot.
+fn is_called(module: &str, end: &str) -> bool {
+    names_of(module).iter().any(|name| is_named(name, end))
+}
+
 /// The layer of a module: 3 of "model.layers.3.mlp.up_proj".
 fn layer_of(module: &str) -> Option<usize> {
     module.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
@@ -165,14 +176,14 @@ impl Selector {
         match self {
             Self::AllLinear => is_linear,
             Self::None => false,
-            Self::Pattern(pattern) => pattern.is_match(module),
-            Self::Names(names) => names.iter().any(|name| is_named(module, name)),
+            Self::Pattern(pattern) => names_of(module).iter().any(|module| pattern.is_match(module)),
+            Self::Names(names) => names.iter().any(|name| is_called(module, name)),
         }
     }
 
     /// Whether a name of the list is the whole name of the module. PEFT then selects it in any layer.
     fn is_whole_name(&self, module: &str) -> bool {
-        matches!(self, Self::Names(names) if names.iter().any(|name| name == module))
+        matches!(self, Self::Names(names) if names_of(module).iter().any(|module| names.contains(module)))
     }
 }
 
@@ -190,7 +201,8 @@ fn patterns<T: Copy>(key: &str, all: &[(String, T)]) -> Result<Vec<Pattern<T>>> 
 }
 
 fn first_match<'a, T>(patterns: &'a [Pattern<T>], module: &str) -> Option<&'a Pattern<T>> {
-    patterns.iter().find(|pattern| pattern.regex.is_match(module))
+    let names = names_of(module);
+    patterns.iter().find(|pattern| names.iter().any(|module| pattern.regex.is_match(module)))
 }
 
 impl Tuning {
@@ -283,11 +295,11 @@ fn check_layers(settings: &LoraConfig, origin: Origin, model: &Model) -> Result<
 fn whole(names: &[String], origin: Origin, model: &Model) -> Result<BTreeSet<String>> {
     let key = origin.key("train_also");
     let mut all = model.within(|module| match origin {
-        Origin::Job(_) => names.iter().any(|name| is_named(module, name)),
+        Origin::Job(_) => names.iter().any(|name| is_called(module, name)),
         // PEFT needs no dot before the name.
-        Origin::File => names.iter().any(|name| module.ends_with(name.as_str())),
+        Origin::File => names_of(module).iter().any(|module| names.iter().any(|name| module.ends_with(name.as_str()))),
     });
-    let is_unused = |name: &&String| model.within(|module| is_named(module, name)).is_empty();
+    let is_unused = |name: &&String| model.within(|module| is_called(module, name)).is_empty();
     if let (Origin::Job(_), Some(name)) = (origin, names.iter().find(is_unused)) {
         let error = Error::usage(format!("{key} must name modules of the model (got {name:?})"));
         let head = if model.is_tied() { "; its head is the embedding" } else { "" };
@@ -308,7 +320,7 @@ fn check_names(modules: &Modules, selector: &Selector, key: &str, model: &Model)
     let has = |selects: &dyn Fn(&str) -> bool| model.modules.iter().any(|(module, _)| selects(module));
     match modules {
         Modules::Names(names) => {
-            let unmatched = names.iter().find(|name| !has(&|module| is_named(module, name)));
+            let unmatched = names.iter().find(|name| !has(&|module| is_called(module, name)));
             unmatched.map_or(Ok(()), |name| {
                 Err(Error::usage(format!("{key} must list names of modules (got {name:?}, which matches none)"))
                     .hint(format!("{known}; a regular expression is one string instead of a list")))

@@ -3,7 +3,7 @@
     python tests/golden/lora.py              # needs torch, transformers >= 5, peft 0.21.2
 
 Writes tests/golden/lora.json, for each case below: the model, adapter_config.json as PEFT saves it, [rank, scale] of
-each adapted module, and the names of the parameters that train whole. Writes tests/golden/lora/NAME/, an adapter
+each adapted module by its name in a language model, and the names of the parameters that train whole. Writes tests/golden/lora/NAME/, an adapter
 directory for each case with a directory. Element i of each tensor is (i mod 61 - 30) / 32, which f16 and bf16 hold
 exactly.
 
@@ -19,14 +19,13 @@ import sys
 import warnings
 from pathlib import Path
 
+import models
 import torch
-import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
-MODELS = HERE / "models"
 
 # name: (model, dtype of the files or None for no directory, settings of PEFT)
 CASES = {
@@ -52,12 +51,16 @@ CASES = {
     "scores-tied": ("reward-qwen2", torch.bfloat16, dict(
         target_modules=["v_proj"], r=2, task_type="SEQ_CLS", modules_to_save=["embed_tokens"],
         init_lora_weights="gaussian")),
+    "joined": ("phi3-short", torch.bfloat16, dict(target_modules="all-linear", r=2)),
+    "joined-names": ("glm4", None, dict(target_modules=["gate_up_proj", "k_proj"], modules_to_save=["norm"])),
+    "inside": ("gemma3", torch.bfloat16, dict(
+        target_modules=r".*language_model.*\.(q|up)_proj", rank_pattern={r"layers\.1\.mlp.up_proj": 1}, r=2,
+        modules_to_save=["language_model.norm"])),
 }
 
 
 def base(name):
-    auto = transformers.AutoModelForSequenceClassification if "reward" in name else transformers.AutoModelForCausalLM
-    return auto.from_pretrained(MODELS / name, dtype=torch.float32)
+    return models.load(name, torch.float32)
 
 
 def fill(tensor):
@@ -70,12 +73,14 @@ def make(case):
     config = LoraConfig(**{"task_type": "CAUSAL_LM", "lora_alpha": 16, **settings})
     model = get_peft_model(base(name), config)
     layers = {key: layer for key, layer in model.base_model.model.named_modules() if isinstance(layer, LoraLayer)}
-    adapters = {key: [layer.r["default"], layer.scaling["default"]] for key, layer in layers.items()}
+    adapters = {key.replace("language_model.", ""): [layer.r["default"], layer.scaling["default"]]
+                for key, layer in layers.items()}
     out = HERE / "lora" / case
-    model.save_pretrained(out)
+    # Else PEFT compares vocabularies, for which it reads a config.json that transformers rejects.
+    model.save_pretrained(out, save_embedding_layers=False if name == "phi3-short" else "auto")
     tensors = load_file(out / "adapter_model.safetensors")
     prefix = "base_model.model."
-    whole = sorted(key.removeprefix(prefix) for key in tensors if ".lora_" not in key)
+    whole = sorted(key.removeprefix(prefix).replace("language_model.", "") for key in tensors if ".lora_" not in key)
     config = json.loads((out / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = f"models/{name}"
     # PEFT writes its sets in any order.

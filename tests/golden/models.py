@@ -324,9 +324,16 @@ def value_numbers(model, rows, out):
     return (weight * out["values"]).sum()
 
 
+def config_of(name):
+    """The configuration of a directory. The first files of Phi-3 say "su", which transformers 5.24 renames too late to
+    find the original length."""
+    fields = json.loads((OUT / name / "config.json").read_text().replace('"type": "su"', '"type": "longrope"'))
+    return getattr(transformers, MODELS[name][0]).from_dict(fields)
+
+
 def load(name, dtype):
     model_class = getattr(transformers, MODELS[name][1])
-    return model_class.from_pretrained(OUT / name, attn_implementation="eager", dtype=dtype)
+    return model_class.from_pretrained(OUT / name, config=config_of(name), attn_implementation="eager", dtype=dtype)
 
 
 def save_model(name, generator):
@@ -376,7 +383,7 @@ def make(name, seed):
         out["prompt"] = torch.tensor([prompt]).int()
     save_file(out, OUT / f"{name}.safetensors")
     if name == "phi3-short":
-        # The first files of Phi-3 say "su", which transformers 5.24 renames too late to find the original length.
+        # As the first files of Phi-3 do.
         path = OUT / name / "config.json"
         path.write_text(path.read_text().replace('"type": "longrope"', '"type": "su"'))
 

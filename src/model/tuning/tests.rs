@@ -4,6 +4,7 @@ use super::*;
 use crate::model::ParamTable;
 use crate::model::{Arch, Head};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Two layers of width 40 with 20 columns of keys, with biases.
 fn llama(head: Head) -> Vec<Param> {
@@ -136,4 +137,26 @@ fn frozen_modules_are_named_and_the_rest_trains_whole() {
             Tuning::freeze(&[frozen.to_owned()], "model.freeze", &params[..params.len() - 1]).expect_err(frozen);
         assert!(error.message.contains(message), "{frozen}: {}", error.message);
     }
+}
+
+#[test]
+fn parts_of_one_tensor_are_frozen_and_adapted_by_its_name() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/phi3-long");
+    let arch = Arch::load(&dir).expect("a model");
+    let whole = ParamTable::new(&arch, Head::LanguageModel);
+    let trained = |tuning: Tuning| -> Vec<String> {
+        let arch = Arch { tuning: Some(Arc::new(tuning)), ..arch.clone() };
+        ParamTable::new(&arch, Head::LanguageModel).specs().iter().map(|spec| spec.name.clone()).collect()
+    };
+    let freeze = |name: &str| Tuning::freeze(&[name.to_owned()], "model.freeze", &whole.shapes());
+    let is_part = |name: &str| ["q_proj.", "k_proj.", "v_proj."].iter().any(|part| name.contains(part));
+    let others: Vec<String> =
+        whole.specs().iter().map(|spec| spec.name.clone()).filter(|name| !is_part(name)).collect();
+    assert!(others.len() + 6 == whole.specs().len() && trained(freeze("qkv_proj").expect("a module")) == others);
+    let hint = freeze("q_proj").expect_err("a part").hint.unwrap_or_default();
+    assert!(hint.contains("qkv_proj"), "{hint}");
+    let lora = settings("rank = 2\ntargets = [\"qkv_proj\"]\nlayers = [1]");
+    let adapted = trained(Tuning::lora(&lora, "lora", &whole.shapes()).expect("it matches"));
+    let names = ["qkv_proj.lora_A", "q_proj.lora_B", "k_proj.lora_B", "v_proj.lora_B"];
+    assert_eq!(adapted, names.map(|name| format!("model.layers.1.self_attn.{name}.weight")));
 }
