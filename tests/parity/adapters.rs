@@ -1,20 +1,23 @@
 //! Models with adapters against PEFT, and frozen bases in nf4.
 
 use crate::models::{norm, relative_gap};
+use crate::parity::exported::tensors;
 use crate::parity::golden::{
-    ENTROPY_COEF, LANGUAGE_MODELS, Model, REWARD_MODELS, adapter, check_gradients, directory, gap, weights,
+    ADAPTED, DENSE_MODELS, ENTROPY_COEF, Model, REWARD_MODELS, adapter, check_gradients, directory, gap, weights,
 };
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::device::Device;
-use rlhf_hpc::model::load::{ModelFiles, adapted, load_base};
+use rlhf_hpc::model::adapter_files::AdapterFiles;
+use rlhf_hpc::model::export::Export;
+use rlhf_hpc::model::load::{ModelFiles, adapted, load_base, load_with};
 use rlhf_hpc::model::{AdapterNorms, Arch, Gradients, Head, ParamId, Saved, Weights, pack};
 use rlhf_hpc::tensor::nf4::Nf4;
 use rlhf_hpc::tensor::{DType, Slice};
 
 #[test]
 fn logprobs_and_gradients_of_adapters_agree_with_peft_for_every_family() {
-    for name in LANGUAGE_MODELS {
+    for name in ADAPTED {
         let m = Model::adapted(name, Head::LanguageModel, DType::F32);
         let (grads, logprobs, entropy) = m.language_model_backward();
         for (got, key) in [(&logprobs, "logprobs_t"), (&entropy, "entropy")] {
@@ -50,14 +53,35 @@ fn scores_and_gradients_of_reward_models_with_adapters_agree_with_peft() {
 }
 
 #[test]
-fn recomputation_does_not_change_the_gradients_of_adapters() {
-    for name in LANGUAGE_MODELS {
-        let m = Model::adapted(name, Head::LanguageModel, DType::F32);
+fn recomputation_does_not_change_the_gradients_of_models_and_adapters() {
+    let load = |name: &&str, dtype| Model::load(name, Head::LanguageModel, dtype);
+    let adapted = ADAPTED.map(|name| (name, Model::adapted(name, Head::LanguageModel, DType::F32)));
+    let dense = DENSE_MODELS.iter().flat_map(|name| [DType::F32, DType::Bf16].map(|dtype| (*name, load(name, dtype))));
+    for (name, m) in dense.chain(adapted) {
         let (kept, ..) = m.language_model_backward();
         for recompute in [Recompute::Attention, Recompute::Block] {
             let (again, ..) = m.backward_with(recompute);
             assert_eq!(kept.to_vec(), again.to_vec(), "{name}, {recompute:?}");
         }
+    }
+}
+
+/// Parts of one tensor in the files, reordered heads and the names inside another model included.
+#[test]
+fn an_adapter_that_is_loaded_and_written_again_has_the_tensors_that_peft_wrote() {
+    let scratch = tempfile::tempdir().expect("a directory");
+    for name in ADAPTED {
+        let (dir, from, head, out) = (directory(name), adapter(name), Head::LanguageModel, scratch.path().join(name));
+        let (arch, weights) = load_with(Device::Cpu, &dir, Some(&from), head, DType::F32, 0).expect("an adapter");
+        let params = ModelFiles { dir: &dir, adapter: Some(&from), arch: &arch, head }.whole().shapes();
+        let AdapterFiles { config, tuning, .. } = AdapterFiles::open(&from, &params).expect("an adapter");
+        let is_wrapped = arch.wrapper.is_some();
+        let table = &weights.table;
+        Export::begin_adapter(&out, &config, &tuning, &params, table, DType::F32, is_wrapped)
+            .and_then(|export| export.write(&weights))
+            .expect("it is written");
+        assert!(tensors(&out) == tensors(&from), "{name}");
+        assert_eq!(AdapterFiles::open(&out, &params).expect("an adapter").tuning, tuning, "{name}");
     }
 }
 
@@ -121,7 +145,9 @@ fn the_sizes_of_adapters_relative_to_their_matrices_are_those_of_the_whole_produ
 /// The bits of a matrix in nf4 are those of its dequantized values, rounded to bf16 once.
 #[test]
 fn layers_of_a_base_in_nf4_have_the_dequantized_values() {
-    for (name, dtype) in [("llama3", DType::F32), ("qwen2", DType::Bf16)] {
+    for (name, dtype) in
+        [("llama3", DType::F32), ("qwen2", DType::Bf16), ("phi3-short", DType::F32), ("glm4", DType::F32)]
+    {
         let arch = Arch::load(&directory(name)).expect("a model");
         let files = ModelFiles { dir: &directory(name), adapter: None, arch: &arch, head: Head::LanguageModel };
         let names = files.whole().specs().iter().map(|spec| spec.name.clone()).collect();

@@ -22,7 +22,7 @@ pub fn vector(w: &Weights, name: &str) -> Vec<f32> {
 }
 
 /// (dtype, shape, bytes) of every tensor in a directory's safetensors.
-fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
+pub fn tensors(dir: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut all = BTreeMap::new();
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();

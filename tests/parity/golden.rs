@@ -28,6 +28,20 @@ pub const DENSE_MODELS: [&str; 15] = [
     "gemma3-old",
     "mistral3",
 ];
+/// Language models with adapters.
+pub const ADAPTED: [&str; 11] = [
+    "llama2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3-short",
+    "glm4",
+    "gemma3_text",
+    "gemma3",
+    "olmo2",
+    "granite",
+];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
 pub const DENSE_REWARD_MODELS: [&str; 3] = ["reward-gemma3_text", "reward-phi3", "reward-olmo2"];
@@ -106,12 +120,17 @@ impl Model {
         Self::with_golden(Golden::read(name), arch, weights)
     }
 
+    /// A model with its adapter, of which `weights` are what trains.
+    pub fn of_adapter(name: &str, arch: &Arch, weights: Weights) -> Self {
+        Self::with_golden(Golden::of_adapter(name), arch, weights)
+    }
+
     /// A model with its adapter.
     pub fn adapted(name: &str, head: Head, dtype: DType) -> Self {
         let adapter = adapter(name);
         let (arch, weights) =
             load::load_with(Device::Cpu, &directory(name), Some(&adapter), head, dtype, 0).expect("an adapter");
-        Self::with_golden(Golden::of_adapter(name), &arch, weights)
+        Self::of_adapter(name, &arch, weights)
     }
 
     fn with_golden(golden: Golden, arch: &Arch, weights: Weights) -> Self {
@@ -177,11 +196,12 @@ pub fn gap(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// Asserts that every parameter's gradient lies within `tolerance` of the golden one's norm.
-pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance: f64) {
+pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance: f64) -> f64 {
     let names = golden.gradients();
     let params = grads.table.shapes();
     assert_eq!(names.len(), params.len(), "{name}: as many gradients as parameters");
     let flat = grads.to_vec();
+    let mut largest = 0.0f64;
     for in_file in names {
         let theirs = golden.floats(&format!("grad.{in_file}"));
         let parameter = in_file.replace("model.language_model.", "model.").replace("language_model.", "");
@@ -196,5 +216,7 @@ pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance
         assert!(is_still || theirs.iter().any(|x| *x != 0.0), "{name}: {parameter} has a gradient");
         let apart = relative_gap(&ours, &theirs);
         assert!(apart <= tolerance, "{name}: {parameter}: {apart:e}");
+        largest = largest.max(apart);
     }
+    largest
 }
