@@ -2,10 +2,22 @@
 
 use crate::models::relative_gap;
 use crate::parity::golden::{
-    DENSE_MODELS, DENSE_REWARD_MODELS, LANGUAGE_MODELS, Model, REWARD_MODELS, check_gradients, gap, weights,
+    DENSE_MODELS, DENSE_REWARD_MODELS, LANGUAGE_MODELS, Model, REWARD_MODELS, TEMPERATURE, check_gradients, gap,
+    weights,
 };
 use rlhf_hpc::model::{Gradients, Head, Saved};
 use rlhf_hpc::tensor::DType;
+
+/// The largest gap of f32 log-probabilities or values to those of transformers in f64. The temperature divides it.
+fn rounding(name: &str) -> f32 {
+    match name {
+        // 0.9e-5 at temperature 1 and 1.2e-5 at `TEMPERATURE` in transformers' own f32.
+        "qwen2" => 1.5e-5,
+        // 1.7e-5 there.
+        "reward-gemma3_text" => 2.5e-5,
+        _ => 1e-5,
+    }
+}
 
 #[test]
 fn logprobs_entropies_and_gradients_agree_with_transformers_for_every_family() {
@@ -13,12 +25,14 @@ fn logprobs_entropies_and_gradients_agree_with_transformers_for_every_family() {
         let m = Model::load(name, Head::LanguageModel, DType::F32);
         let (hidden, (rows, targets)) = (m.hidden(None), m.rows());
         let (plain, _) = m.transformer.logprobs(&m.weights, &hidden, &rows, &targets, 1.0, false);
-        let apart = gap(&plain, &m.golden.floats("logprobs"));
-        assert!(apart <= 1e-4, "{name}: at temperature 1: {apart}");
         let (grads, logprobs, entropy) = m.language_model_backward();
-        assert!(gap(&logprobs, &m.golden.floats("logprobs_t")) <= 1e-4, "{name}");
-        assert!(gap(&entropy, &m.golden.floats("entropy")) <= 1e-4, "{name}");
-        check_gradients(name, &m.golden, &grads, 1e-3);
+        for (key, got, temperature) in
+            [("logprobs", plain, 1.0), ("logprobs_t", logprobs, TEMPERATURE), ("entropy", entropy, TEMPERATURE)]
+        {
+            let (apart, most) = (gap(&got, &m.golden.floats(key)), rounding(name) / temperature);
+            assert!(apart <= most, "{name}: {key}: {apart:e}, at most {most:e}");
+        }
+        check_gradients(name, &m.golden, &grads, 1e-4);
     }
 }
 
@@ -30,12 +44,13 @@ fn values_and_value_head_gradients_agree_with_transformers() {
         let hidden = m.hidden(Some(&mut saved));
         let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
         let values = m.transformer.values(&m.weights, &hidden, &rows);
-        assert!(gap(&values, &m.golden.floats("values")) <= 1e-4, "{name}");
+        let apart = gap(&values, &m.golden.floats("values"));
+        assert!(apart <= rounding(name), "{name}: {apart:e}");
         let mut grads = Gradients::new(m.weights.table.clone());
         let dvalues = weights(0..rows.len());
         let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
         m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
-        check_gradients(name, &m.golden, &grads, 1e-3);
+        check_gradients(name, &m.golden, &grads, 1e-4);
     }
 }
 
