@@ -1,6 +1,6 @@
-//! Prefill and decode through the paged cache, without and with adapters.
+//! Prefill and decode through the paged cache, without and with adapters, and rows packed and alone.
 
-use crate::parity::golden::{DENSE_MODELS, LANGUAGE_MODELS, Model};
+use crate::parity::golden::{ADAPTED, DENSE_MODELS, LANGUAGE_MODELS, Model};
 use rlhf_hpc::model::{Head, Keys};
 use rlhf_hpc::ops::attention::{KvLayer, Paged, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -21,12 +21,10 @@ fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past
 
 #[test]
 fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
-    let load = |name| {
-        [Model::load(name, Head::LanguageModel, DType::F32), Model::adapted(name, Head::LanguageModel, DType::F32)]
-    };
-    let adapted = LANGUAGE_MODELS.iter().flat_map(|name| load(name).map(|model| (name, model)));
-    let dense = DENSE_MODELS.iter().map(|name| (name, Model::load(name, Head::LanguageModel, DType::F32)));
-    for (name, m) in adapted.chain(dense) {
+    let models = LANGUAGE_MODELS.iter().chain(&DENSE_MODELS);
+    let models = models.map(|name| (name, Model::load(name, Head::LanguageModel, DType::F32)));
+    let adapted = ADAPTED.iter().map(|name| (name, Model::adapted(name, Head::LanguageModel, DType::F32)));
+    for (name, m) in models.chain(adapted) {
         let expected = m.golden.integers("greedy");
         let mut cache = m.transformer.kv_cache(m.weights.dtype(), &vec![8; m.transformer.cache_groups().len()]);
         let blocks = [5, 2, 7];
@@ -38,5 +36,31 @@ fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
             tokens.push(argmax(logits.row(0)));
         }
         assert_eq!(tokens, expected, "{name}");
+    }
+}
+
+/// Rows as long as several pages and windows, in chunks that end anywhere in a page, and token by token.
+#[test]
+fn hidden_states_are_bitwise_the_same_packed_alone_prefilled_in_chunks_and_decoded() {
+    let models = LANGUAGE_MODELS.iter().chain(&DENSE_MODELS);
+    for (name, dtype) in models.flat_map(|name| [DType::F32, DType::Bf16].map(|dtype| (name, dtype))) {
+        let m = Model::load(name, Head::LanguageModel, dtype);
+        let (packed, width) = (m.hidden(None).data().to_vec(), m.transformer.arch.width);
+        let mut cache = m.transformer.kv_cache(dtype, 8);
+        for ends in m.cu_seqlens.windows(2) {
+            let (tokens, len) = (&m.tokens[ends[0]..ends[1]], ends[1] - ends[0]);
+            let expected = &packed[ends[0] * width..ends[1] * width];
+            let (positions, whole): (Vec<u32>, _) = ((0..len as u32).collect(), [0, len]);
+            let alone = m.transformer.forward(&m.weights, tokens, &positions, Keys::Packed(whole[..].into()), None);
+            assert!(alone.data() == expected, "{name} {dtype:?}: a row of {len} alone");
+            for chunk in [1, 5, 33] {
+                let mut found = Vec::new();
+                for past in (0..len).step_by(chunk) {
+                    let end = (past + chunk).min(len);
+                    found.extend_from_slice(extend(&m, &mut cache, &[6, 1, 3], &tokens[..end], past).data());
+                }
+                assert!(found == expected, "{name} {dtype:?}: a row of {len} in chunks of {chunk}");
+            }
+        }
     }
 }

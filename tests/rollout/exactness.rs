@@ -1,10 +1,13 @@
 //! The sampler and the trainer are the same function; its results depend on the request alone.
 
 use crate::models::{prompts, recorded_and_trained, requested};
+use crate::parity::golden::{DENSE_MODELS, directory};
 use crate::rollout::models::{STEP, Tiny, complete, config, llama, responses, run, run_at_step, tiny};
 use rlhf_hpc::config::rollout::RolloutConfig;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cpu::pool;
 use rlhf_hpc::experience::Response;
+use rlhf_hpc::model::{Head, Transformer, load};
 use rlhf_hpc::tensor::DType;
 use serde_json::json;
 use std::cell::Cell;
@@ -34,6 +37,22 @@ fn recorded_logprobs_equal_the_training_forward_bitwise() {
                 assert!(sampled.iter().all(|response| response.logprobs == response.sample_logprobs));
             }
         }
+    }
+}
+
+/// Windows, caps, scales, ropes and norms of all kinds, in pages that prompts of several chunks fill.
+#[test]
+fn recorded_logprobs_of_dense_families_equal_the_training_forward_bitwise() {
+    let prompts = prompts(&[1, 70, 33]);
+    let config = RolloutConfig { temperature: 0.7, prefill_tokens_max: 41, ..config(45, 1) };
+    for (name, dtype) in DENSE_MODELS.iter().flat_map(|name| [DType::F32, DType::Bf16].map(|dtype| (name, dtype))) {
+        let (arch, weights) =
+            load::load(Device::Cpu, &directory(name), Head::LanguageModel, dtype, 0).expect("a golden model");
+        let transformer = Transformer::new(&arch.for_rows(128), &weights.table);
+        let tiny = Tiny { transformer, weights };
+        let sampled = responses(&tiny, &config, &prompts);
+        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &sampled, 0.7);
+        assert_eq!(recorded, trained, "{name} {dtype:?}");
     }
 }
 
