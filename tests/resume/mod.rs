@@ -11,6 +11,7 @@ mod dynamic_sampling;
 mod environment;
 mod evaluation;
 mod failing;
+mod families;
 mod interrupted;
 pub mod job;
 mod layouts;
