@@ -1,8 +1,8 @@
 //! `adapter_config.json`: the settings of an adapter, as PEFT 0.21 reads and writes them.
 
 use super::config_json::Reader;
+use super::naming::Naming;
 use super::tuning::{Origin, Param, Tuning, module_of};
-use super::wrapper::Naming;
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, Patterns};
 use crate::error::{Error, Result};
 use crate::sys::files::read_object;
@@ -167,7 +167,8 @@ impl AdapterConfig {
     }
 
     /// The file for adapters with this `tuning` in a model with these `params`. Names are written in full, unless the
-    /// last names select the same modules, also in a model around it, which `naming` tells. PEFT 0.6 knows all keys but use_rslora, which is only written if it is true.
+    /// last names select the same modules, also in a model around it, which `naming` tells. PEFT 0.6 knows all keys but
+    /// use_rslora, which is only written if it is true.
     pub(super) fn to_json(&self, tuning: &Tuning, params: &[Param], naming: Naming) -> Map<String, Value> {
         let Self { settings, base, task } = self;
         let also: BTreeSet<String> = tuning.whole.iter().map(|name| naming.in_files(module_of(name))).collect();

@@ -2,7 +2,7 @@
 //! are those of PEFT 0.21.
 
 use super::names::{EMBEDDING, LM_HEAD};
-use super::wrapper::Naming;
+use super::naming::Naming;
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, end_of_name, layer_range, whole_name};
 use crate::error::{Error, Kind, Result};
 use regex::Regex;

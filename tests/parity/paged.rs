@@ -46,7 +46,7 @@ fn hidden_states_are_bitwise_the_same_packed_alone_prefilled_in_chunks_and_decod
     for (name, dtype) in models.flat_map(|name| [DType::F32, DType::Bf16].map(|dtype| (name, dtype))) {
         let m = Model::load(name, Head::LanguageModel, dtype);
         let (packed, width) = (m.hidden(None).data().to_vec(), m.transformer.arch.width);
-        let mut cache = m.transformer.kv_cache(dtype, 8);
+        let mut cache = m.transformer.kv_cache(dtype, &vec![8; m.transformer.cache_groups().len()]);
         for ends in m.cu_seqlens.windows(2) {
             let (tokens, len) = (&m.tokens[ends[0]..ends[1]], ends[1] - ends[0]);
             let expected = &packed[ends[0] * width..ends[1] * width];
