@@ -2,6 +2,7 @@
 
 use super::block_spec::{Norms, QkNorm};
 use super::rope::RopeDefaults;
+use super::unsupported::refused;
 use crate::error::{Error, Result};
 use crate::ops::glu::Activation;
 
@@ -353,8 +354,7 @@ impl Family {
     fn named(name: &str) -> Result<&'static Self> {
         FAMILIES.iter().find(|f| f.name == name).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
-            Error::data(format!("model_type \"{name}\" is not supported"))
-                .hint(format!("use one of {}", known.join(", ")))
+            refused("model_type", name, "").hint(format!("use one of {}", known.join(", ")))
         })
     }
 
@@ -373,8 +373,7 @@ impl Family {
         }
         let found = FAMILIES.iter().find(|f| f.causal == class || f.classifier == class).ok_or_else(|| {
             let known: Vec<&str> = FAMILIES.iter().flat_map(|f| [f.causal, f.classifier]).collect();
-            Error::data(format!("architecture \"{class}\" is not supported"))
-                .hint(format!("use one of {}", known.join(", ")))
+            refused("architecture", class, "").hint(format!("use one of {}", known.join(", ")))
         })?;
         match model_type {
             Some(name) if name != found.name => {

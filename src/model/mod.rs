@@ -45,6 +45,7 @@ mod part;
 mod ring;
 mod tensor_axis;
 mod tensor_files;
+mod unsupported;
 mod vocabulary;
 mod wrapper;
 

@@ -3,13 +3,25 @@
 
 use super::files::{Checkpoint, Stored};
 use super::naming::{Naming, is_other};
+use super::unsupported::refused;
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// (`model_type`, `architectures`) of config.json.
-const WRAPPERS: [(&str, &str); 2] =
-    [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral3", "Mistral3ForConditionalGeneration")];
+/// A kind of model around a language model.
+pub(super) struct Kind {
+    /// `model_type` of config.json.
+    pub name: &'static str,
+    /// `architectures` of config.json.
+    class: &'static str,
+    /// The usual family of the language model.
+    pub family: &'static str,
+}
+
+pub(super) const WRAPPERS: [Kind; 2] = [
+    Kind { name: "gemma3", class: "Gemma3ForConditionalGeneration", family: "gemma3_text" },
+    Kind { name: "mistral3", class: "Mistral3ForConditionalGeneration", family: "ministral3" },
+];
 const TEXT: &str = "text_config";
 /// Keys of which the outer one counts, for the language model, too.
 const OUTER: [&str; 7] = [
@@ -41,10 +53,12 @@ impl Wrapper {
         let Some(text) = config.get(TEXT).and_then(Value::as_object) else { return Ok((config.clone(), None)) };
         let [kind, class] = [config.get("model_type"), config.get("architectures").and_then(|all| all.get(0))]
             .map(|v| v.and_then(Value::as_str));
-        if !WRAPPERS.iter().any(|(name, of)| kind == Some(name) || (kind.is_none() && class == Some(of))) {
+        let is_known = |of: &Kind| kind == Some(of.name) || (kind.is_none() && class == Some(of.class));
+        if !WRAPPERS.iter().any(is_known) {
             let kind = kind.or(class).unwrap_or_default();
-            let known = WRAPPERS.map(|(name, _)| name).join(", ");
-            return Err(Error::data(format!("config.json: model_type \"{kind}\" with {TEXT} is not supported"))
+            let known = WRAPPERS.map(|wrapper| wrapper.name).join(", ");
+            return Err(refused("model_type", kind, &format!(" with {TEXT}"))
+                .within("config.json")
                 .hint(format!("use a language model, or one of {known}")));
         }
         let mut inner = text.clone();
@@ -57,6 +71,12 @@ impl Wrapper {
         let mut outer = config.clone();
         outer.shift_remove(TEXT);
         Ok((inner, Some(Self { config: outer, dir: None, naming: Naming::Inner })))
+    }
+
+    /// Its `model_type`, or its class.
+    pub fn name(&self) -> &str {
+        let class = self.config.get("architectures").and_then(|all| all.get(0));
+        self.config.get("model_type").or(class).and_then(Value::as_str).unwrap_or_default()
     }
 
     /// The same with the files of `dir`.
