@@ -97,11 +97,23 @@ pub struct Arch {
 }
 
 impl Arch {
-    /// Reads `config.json`, and the end tokens of `generation_config.json`, of a model directory.
+    /// Reads `config.json`, and the end tokens of `generation_config.json`, of a model directory. Prints warnings.
     ///
     /// # Errors
     /// `Data` if the file is missing or describes an unsupported model; `Io` if it cannot be read.
     pub fn load(dir: &Path) -> Result<Self> {
+        let (arch, warnings) = Self::read(dir)?;
+        for text in warnings {
+            stderr::warn_once(&text);
+        }
+        Ok(arch)
+    }
+
+    /// The same, with the warnings that `load` prints.
+    ///
+    /// # Errors
+    /// The errors of `load`.
+    pub fn read(dir: &Path) -> Result<(Self, Vec<String>)> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
@@ -115,37 +127,34 @@ impl Arch {
                 arch.eos_tokens = tokens;
             }
         }
-        let vocabulary = arch.vocabulary;
+        let (mut warnings, vocabulary) = (Vec::new(), arch.vocabulary);
         let outside: Vec<u32> = arch.eos_tokens.extract_if(.., |id| *id as usize >= vocabulary).collect();
         if !outside.is_empty() {
-            stderr::warn_once(&format!(
+            warnings.push(format!(
                 "{}: eos_token_id names {outside:?}, but the vocabulary has {vocabulary} tokens: no response can end with them",
                 dir.display()
             ));
         }
-        config_json::warn(dir, &Wrapper::split(&config)?.0, arch.family.keys, arch.family.windows != Windows::Never);
+        let has_windows = arch.family.windows != Windows::Never;
+        warnings.extend(config_json::warnings(dir, &Wrapper::split(&config)?.0, arch.family.keys, has_windows));
         if dir.join("adapter_config.json").exists() {
-            stderr::warn_once(&format!(
+            warnings.push(format!(
                 "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
                  directory",
                 dir.display()
             ));
         }
         if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir, LM_HEAD, EMBEDDING) {
-            arch.untie(dir);
+            // transformers 5 uses it, too.
+            arch.tied = false;
+            arch.source.insert("tie_word_embeddings".into(), false.into());
+            warnings.push(format!(
+                "{}: config.json sets tie_word_embeddings = true, but the weights contain an lm_head that differs from \
+                 the embedding; using that head",
+                dir.display()
+            ));
         }
-        Ok(arch)
-    }
-
-    /// Uses the head of the files, as transformers 5 does, although config.json ties it to the embedding.
-    fn untie(&mut self, dir: &Path) {
-        self.tied = false;
-        self.source.insert("tie_word_embeddings".into(), false.into());
-        stderr::warn_once(&format!(
-            "{}: config.json sets tie_word_embeddings = true, but the weights contain an lm_head that differs from the \
-             embedding; using that head",
-            dir.display()
-        ));
+        Ok((arch, warnings))
     }
 
     /// The architecture without the last rows of its vocabulary, which no token of its tokenizer uses.

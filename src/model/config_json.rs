@@ -212,8 +212,8 @@ const ROPE: [&str; 19] = [
     "type",
 ];
 
-/// Warns about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
-pub(super) fn warn(dir: &Path, config: &Map<String, Value>, of_family: &[&str], has_windows: bool) {
+/// Warnings about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
+pub(super) fn warnings(dir: &Path, config: &Map<String, Value>, of_family: &[&str], has_windows: bool) -> Vec<String> {
     let is_zero = |key: &str| config.get(key).and_then(Value::as_f64) == Some(0.0);
     let is_off = |key: &str| (key.ends_with("dropout") || key.ends_with("_pdrop")) && is_zero(key);
     let is_full =
@@ -226,15 +226,18 @@ pub(super) fn warn(dir: &Path, config: &Map<String, Value>, of_family: &[&str], 
         }
     };
     let path = dir.join("config.json");
-    stderr::warn_of_keys(&path, config, known);
-    for (name, rope) in ["rope_parameters", "rope_scaling"].map(|name| (name, config.get(name))) {
-        let Some(rope) = rope.and_then(Value::as_object) else { continue };
-        let (path, is_kind) = (path.join(name), |key: &str| [FULL, SLIDING].contains(&key));
-        stderr::warn_of_keys(&path, rope, |key| ROPE.contains(&key) || (rope[key].is_object() && is_kind(key)));
-        for (kind, rope) in rope.iter().filter_map(|(kind, rope)| Some((kind, rope.as_object()?))) {
-            stderr::warn_of_keys(&path.join(kind), rope, |key| ROPE.contains(&key));
-        }
-    }
+    let ropes = ["rope_parameters", "rope_scaling"]
+        .into_iter()
+        .flat_map(|name| config.get(name).map(|rope| of_rope(&path.join(name), rope)).unwrap_or_default());
+    stderr::unknown_keys(&path, config, known).into_iter().chain(ropes).collect()
+}
+
+/// The same for a rotary embedding, or one of each kind of layers.
+fn of_rope(path: &Path, rope: &Value) -> Vec<String> {
+    let Some(rope) = rope.as_object() else { return Vec::new() };
+    let known = |key: &str| ROPE.contains(&key) || (rope[key].is_object() && [FULL, SLIDING].contains(&key));
+    let kinds = rope.iter().flat_map(|(kind, of_kind)| of_rope(&path.join(kind), of_kind));
+    stderr::unknown_keys(path, rope, known).into_iter().chain(kinds).collect()
 }
 
 /// Keys of generation_config.json that change no sample: what `Arch` reads, versions, lengths, and the cache.

@@ -35,11 +35,17 @@ fn once(text: &str) {
 
 /// Warns once about the keys of a JSON file that are not `known`, except keys without a value.
 pub fn warn_of_keys(file: &Path, object: &Map<String, Value>, known: impl Fn(&str) -> bool) {
+    if let Some(text) = unknown_keys(file, object, known) {
+        warn_once(&text);
+    }
+}
+
+/// The text of that warning; none if all keys are known.
+pub fn unknown_keys(file: &Path, object: &Map<String, Value>, known: impl Fn(&str) -> bool) -> Option<String> {
     let is_set = |value: &Value| !matches!(value, Value::Null | Value::Bool(false));
     let unknown = object.iter().filter(|(key, value)| !known(key) && is_set(value)).map(|(key, _)| key.as_str());
     let unknown: Vec<&str> = unknown.collect();
-    if !unknown.is_empty() {
-        let plural = if unknown.len() == 1 { "" } else { "s" };
-        warn_once(&format!("{}: unknown key{plural}, not used: {}", file.display(), unknown.join(", ")));
-    }
+    let plural = if unknown.len() == 1 { "" } else { "s" };
+    let text = format!("{}: unknown key{plural}, not used: {}", file.display(), unknown.join(", "));
+    Some(text).filter(|_| !unknown.is_empty())
 }
