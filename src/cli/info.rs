@@ -1,6 +1,9 @@
-//! `rlhf-hpc info`: the build and the machine.
+//! `rlhf-hpc info`: the build and the machine, or a model.
+
+mod model;
 
 use super::out::{note, say};
+use super::rows;
 use crate::comm::nccl::Nccl;
 use crate::comm::{self, World};
 use crate::device::cuda::cublaslt::CublasLt;
@@ -15,11 +18,15 @@ use crate::sys::{affinity, memory};
 use argh::FromArgs;
 use std::fmt::Write as _;
 use std::fs;
+use std::path::PathBuf;
 
-/// Show the build, MPI, devices and topology. Also works under mpirun.
+/// Show a model; or without one the build, MPI, devices and topology, also under mpirun.
 #[derive(FromArgs, Debug)]
 #[argh(subcommand, name = "info")]
 pub struct Args {
+    /// model directory to describe
+    #[argh(positional)]
+    model: Option<PathBuf>,
     /// only print a Markdown table of each CUDA kernel's registers, shared and local memory: from the GPU's driver, or
     /// without a GPU from the compiler
     #[argh(switch)]
@@ -27,6 +34,9 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
+    if let Some(dir) = &args.model {
+        return if rows::is_worker() { model::describe(dir) } else { Ok(()) };
+    }
     if args.kernels {
         let table = if devices().is_ok() { loaded()? } else { compiled()?.to_owned() };
         say!("{}", table.trim_end());

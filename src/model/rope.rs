@@ -200,7 +200,7 @@ impl Rope {
     }
 
     /// The columns of a head that are rotated.
-    pub(super) fn rotated(&self, head_dim: usize) -> usize {
+    pub fn rotated(&self, head_dim: usize) -> usize {
         (head_dim as f64 * self.partial) as usize
     }
 

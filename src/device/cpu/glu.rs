@@ -14,6 +14,16 @@ pub enum Activation {
     GeluTanh,
 }
 
+impl Activation {
+    /// The name in config.json.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Silu => "silu",
+            Self::GeluTanh => "gelu_pytorch_tanh",
+        }
+    }
+}
+
 /// 2 sqrt(2 / pi)
 const GELU: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;

@@ -1,0 +1,168 @@
+//! `rlhf-hpc info MODEL`: a model directory, in facts.
+
+use crate::cli::out::say;
+use crate::device::Device;
+use crate::error::{Result, format_bytes};
+use crate::launch::gpu;
+use crate::metrics::{counted, grouped};
+use crate::model::rope::{Rope, Scaling};
+use crate::model::{Arch, Head, OnDisk, ParamTable, Tensors};
+use crate::text::Tokenizer;
+use std::path::Path;
+
+/// The names and the texts of rows. A name that several rows share is printed once.
+type Rows = Vec<(&'static str, String)>;
+
+/// Prints what a model directory contains.
+///
+/// # Errors
+/// `Data` if it is not a supported model, or if its files are damaged.
+pub fn describe(dir: &Path) -> Result<()> {
+    let (arch, warnings) = Arch::read(dir)?;
+    let mut rows = of_arch(&arch);
+    rows.extend(of_files(dir, &arch)?);
+    rows.extend(of_tokenizer(dir, &arch));
+    rows.extend(of_devices(&arch));
+    rows.extend(warnings.into_iter().map(|text| ("warning", text)));
+    let mut last = "";
+    for (name, text) in rows {
+        say!("{:<11}{text}", if name == last { "" } else { name });
+        last = name;
+    }
+    Ok(())
+}
+
+fn of_arch(arch: &Arch) -> Rows {
+    let family = arch.family;
+    let (class, head) = match arch.head {
+        Head::LanguageModel => (family.causal, "language model"),
+        Head::Value => (family.classifier, "one score per token"),
+    };
+    let inside = arch.wrapper.as_ref().map_or(String::new(), |wrapper| format!(", inside {}", wrapper.name()));
+    let parameters = grouped(ParamTable::new(arch, arch.head).parameters() as u64);
+    let (attention, mlp) = (arch.blocks[0].attention(), arch.blocks[0].mlp());
+    let tied = match arch.head {
+        Head::LanguageModel if arch.tied => ", tied to the embedding",
+        Head::LanguageModel => ", with a matrix of its own",
+        Head::Value => "",
+    };
+    let mut rows = vec![
+        ("family", format!("{}{inside}, {class}", family.name)),
+        ("parameters", format!("{parameters}, all of them active for each token")),
+        ("head", format!("{head}{tied}; vocabulary {}", grouped(arch.vocabulary as u64))),
+        ("width", format!("{}, MLP {} ({})", arch.width, mlp.width, mlp.activation.name())),
+        (
+            "heads",
+            format!(
+                "{} on {} of keys and values, head dim {}",
+                attention.heads, attention.kv_heads, attention.head_dim
+            ),
+        ),
+    ];
+    rows.extend(layers(arch).into_iter().map(|text| ("layers", text)));
+    rows.push(("context", counted(arch.positions, "token")));
+    let caps = [("attention scores", attention.softcap), ("logits", arch.logit_softcap)];
+    let caps: Vec<String> = caps.iter().filter_map(|(of, cap)| Some(format!("{of} at {}", (*cap)?))).collect();
+    if !caps.is_empty() {
+        rows.push(("soft caps", caps.join(", ")));
+    }
+    rows
+}
+
+/// Each kind of layers: how many there are, their window and their rope.
+fn layers(arch: &Arch) -> Vec<String> {
+    let mut kinds: Vec<((Option<usize>, usize), usize)> = Vec::new();
+    for layer in arch.attentions() {
+        let kind = (layer.window, layer.rope);
+        match kinds.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((kind, 1)),
+        }
+    }
+    let text = |((window, rope), count): ((Option<usize>, usize), usize)| {
+        let window =
+            window.map_or("all earlier tokens".into(), |window| format!("a window of {}", counted(window, "token")));
+        let rope = describe_rope(&arch.ropes[rope], arch.blocks[0].attention().head_dim);
+        format!("{count} with {window}, {rope}")
+    };
+    kinds.into_iter().map(text).collect()
+}
+
+fn describe_rope(rope: &Rope, head_dim: usize) -> String {
+    let rotated = rope.rotated(head_dim);
+    if rotated == 0 {
+        return "no rope".into();
+    }
+    let scaling = match &rope.scaling {
+        Scaling::None => String::new(),
+        Scaling::Linear { factor } => format!(", linear scaling by {factor}"),
+        Scaling::Llama3 { factor, original, .. } => format!(", llama3 scaling by {factor} from {original} tokens"),
+        Scaling::Yarn { factor, original, .. } => format!(", yarn by {factor} from {original} tokens"),
+        Scaling::LongRope { original, .. } => {
+            format!(", LongRoPE: short factors in jobs with rows of up to {original} tokens, else long factors")
+        }
+    };
+    let partial = if rotated < head_dim { format!(" on {rotated} of {head_dim} columns") } else { String::new() };
+    let queries = rope.query_scale.map_or(String::new(), |(beta, original)| {
+        format!(", queries scaled after {original} tokens (llama_4_scaling_beta {beta})")
+    });
+    format!("rope with theta {}{partial}{scaling}{queries}", rope.theta)
+}
+
+fn of_files(dir: &Path, arch: &Arch) -> Result<Rows> {
+    let Some(found) = OnDisk::read(dir, arch)? else {
+        return Ok(vec![("weights", "no safetensors files".into())]);
+    };
+    let describe = |tensors: &Tensors| format!("{}, {}", counted(tensors.count, "tensor"), format_bytes(tensors.bytes));
+    let types: Vec<String> =
+        found.by_type.iter().map(|(dtype, tensors)| format!("{} in {dtype}", describe(tensors))).collect();
+    let mut rows = vec![("weights", format!("{}; {}", types.join("; "), counted(found.files, "file")))];
+    if found.others.count > 0 {
+        let others = describe(&found.others);
+        rows.push(("not used", format!("{others}, of other parts (images); copied to exports")));
+    }
+    Ok(rows)
+}
+
+fn of_tokenizer(dir: &Path, arch: &Arch) -> Rows {
+    let tokenizer = match Tokenizer::find(dir) {
+        Ok(Some(tokenizer)) => tokenizer,
+        Ok(None) => {
+            return vec![
+                ("tokenizer", "none (no tokenizer.json)".into()),
+                ends(arch.eos_tokens.iter().map(u32::to_string)),
+            ];
+        }
+        Err(error) => return vec![("tokenizer", format!("not usable: {}", error.message))],
+    };
+    let (tokens, embedded) = (tokenizer.vocabulary(), arch.vocabulary);
+    let fits = match tokens.checked_sub(embedded) {
+        Some(0) => "as many as the model embeds".into(),
+        Some(more) => format!("{more} more than the model embeds"),
+        None => format!("the model embeds {} more", embedded - tokens),
+    };
+    let chat = if tokenizer.chat().is_ok() { "with" } else { "without" };
+    let name = |id: &u32| format!("{id} {:?}", tokenizer.decode(&[*id], false).unwrap_or_default());
+    vec![
+        ("tokenizer", format!("{} ({fits}), {chat} a chat template", counted(tokens, "token"))),
+        ends(tokenizer.eos_ids().iter().map(name)),
+    ]
+}
+
+fn ends(tokens: impl Iterator<Item = String>) -> (&'static str, String) {
+    let tokens: Vec<String> = tokens.collect();
+    ("ends with", if tokens.is_empty() { "no token: responses have the full length".into() } else { tokens.join(", ") })
+}
+
+/// What GPUs compute, and the numbers of tensor ranks.
+fn of_devices(arch: &Arch) -> Rows {
+    let sizes = arch.tensor_sizes();
+    let listed = |sizes: &[usize]| sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    let on_gpus: Vec<usize> =
+        sizes.iter().copied().filter(|&n| gpu::check_arch(Device::Cuda, arch, n).is_ok()).collect();
+    let gpus = match gpu::check_arch(Device::Cuda, arch, 1) {
+        Ok(()) => format!("all of it runs on GPUs, with mesh.tensor = {}", listed(&on_gpus)),
+        Err(error) => format!("not on GPUs: {}", error.message),
+    };
+    vec![("tensor", format!("mesh.tensor may be {}", listed(&sizes))), ("gpus", gpus)]
+}
