@@ -4,22 +4,31 @@ use super::out::{self, note};
 use super::tokenizer;
 use crate::error::{Error, Result};
 use crate::model::export::Export;
-use crate::model::{Arch, ParamTable, init};
+use crate::model::families::Family;
+use crate::model::{Arch, ParamTable, init, tiny};
 use crate::sys::files;
 use crate::tensor::DType;
+use crate::text::Tokenizer;
 use argh::FromArgs;
-use serde_json::{Map, Value};
-use std::path::PathBuf;
+use serde_json::{Map, Value, json};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// make a Hugging Face model directory with random weights from a config.json
+/// make a Hugging Face model directory with random weights, from a config.json or like another model
 #[derive(FromArgs)]
 #[argh(subcommand, name = "init")]
 pub struct Args {
-    /// a Hugging Face config.json (llama, mistral, qwen2 or qwen3)
+    /// a Hugging Face config.json
     #[argh(option)]
-    config: PathBuf,
-    /// directory whose tokenizer files are copied; its vocabulary must fit the config's vocab_size
+    config: Option<PathBuf>,
+    /// a model directory whose shape the model gets; or, with --tiny, a family such as qwen3
+    #[argh(option)]
+    like: Option<String>,
+    /// make the model of --like small: some 100,000 parameters
+    #[argh(switch)]
+    tiny: bool,
+    /// directory whose tokenizer files are copied; a tiny model gets its vocabulary, and another one must have room for
+    /// it
     #[argh(option)]
     tokenizer: Option<PathBuf>,
     /// directory to write
@@ -36,26 +45,30 @@ pub struct Args {
 
 pub fn run(args: &Args) -> Result<()> {
     out::check_new([&*args.out], args.force)?;
-    let text = files::read_to_string(&args.config).map_err(|e| Error::io("read", &args.config, &e))?;
-    let config = serde_json::from_str(&text)
-        .map_err(|e| Error::data(format!("{} must be a JSON object: {e}", args.config.display())))?;
-    let mut arch = Arch::from_config(&config).map_err(|e| e.within(args.config.display()))?;
-    if let Some(dir) = &args.tokenizer {
-        let tokenizer = tokenizer::load(dir)?;
+    let tokenizer = args.tokenizer.as_deref().map(tokenizer::load).transpose()?;
+    let (config, from) = match (&args.config, &args.like) {
+        (Some(_), None) if args.tiny => return Err(Error::usage("--tiny needs --like")),
+        (Some(path), None) => (read(path)?, path.display().to_string()),
+        (None, Some(like)) => (like_model(like, args.tiny, tokenizer.as_ref())?, like.clone()),
+        _ => return Err(Error::usage("init needs either --config or --like")),
+    };
+    let mut arch = Arch::from_config(&config).map_err(|e| e.within(&from))?;
+    // New weights are a language model's alone.
+    arch.wrapper = None;
+    if let (Some(tokenizer), Some(dir)) = (&tokenizer, &args.tokenizer) {
         let vocabulary = tokenizer.vocabulary();
         arch = arch.ending_with(tokenizer.eos_ids());
         if vocabulary > arch.vocabulary {
             return Err(Error::usage(format!(
-                "the tokenizer {} has {vocabulary} tokens, but {} has vocab_size {}",
+                "the tokenizer {} has {vocabulary} tokens, but {from} has vocab_size {}",
                 dir.display(),
-                args.config.display(),
                 arch.vocabulary
             ))
             .hint("raise vocab_size in the config, or train a smaller tokenizer"));
         }
     }
     let table = Arc::new(ParamTable::new(&arch, arch.head));
-    let dtype = dtype(&config, args)?;
+    let dtype = dtype(&arch.source, &from)?;
     let mut export = Export::begin(&args.out, &arch, &table, dtype, args.tokenizer.as_deref())?;
     (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, dtype, args.seed)))?;
     export.commit()?;
@@ -63,15 +76,47 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+fn read(path: &Path) -> Result<Map<String, Value>> {
+    let text = files::read_to_string(path).map_err(|e| Error::io("read", path, &e))?;
+    serde_json::from_str(&text).map_err(|e| Error::data(format!("{} must be a JSON object: {e}", path.display())))
+}
+
+/// The config.json of a model like another one. With `is_tiny`, the name of a family means the family.
+fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Result<Map<String, Value>> {
+    let (dir, vocabulary) = (Path::new(like), tokenizer.map_or(tiny::VOCABULARY, Tokenizer::vocabulary));
+    let is_dir = dir.exists() || like.contains('/');
+    let mut config = match Family::named_or_inside(like) {
+        Ok(family) if is_tiny => tiny::of_family(family, vocabulary),
+        Ok(_) if !is_dir => {
+            let what = format!("--like {like} needs --tiny, as a family has models of many sizes");
+            return Err(Error::usage(what).hint("pass --tiny, or a model directory"));
+        }
+        Err(error) if !is_dir => return Err(error.within("--like")),
+        _ => {
+            let arch = Arch::load(dir)?;
+            if is_tiny { tiny::scaled(&arch, vocabulary) } else { arch.source }
+        }
+    };
+    if let Some(tokenizer) = tokenizer.filter(|_| is_tiny) {
+        let ends = match tokenizer.eos_ids() {
+            [] => Value::Null,
+            [one] => json!(one),
+            several => json!(several),
+        };
+        config.insert("bos_token_id".into(), json!(tokenizer.bos_id()));
+        config.insert("eos_token_id".into(), ends);
+    }
+    Ok(config)
+}
+
 /// The type of the weights that config.json names; f32 if it names none.
-fn dtype(config: &Map<String, Value>, args: &Args) -> Result<DType> {
+fn dtype(config: &Map<String, Value>, from: &str) -> Result<DType> {
     match ["dtype", "torch_dtype"].into_iter().find_map(|key| config.get(key)?.as_str().map(|name| (key, name))) {
         None | Some((_, "float32")) => Ok(DType::F32),
         Some((_, "bfloat16")) => Ok(DType::Bf16),
         Some((key, other)) => {
-            let config = args.config.display();
-            Err(Error::usage(format!("{config}: {key} must be float32 or bfloat16 for new weights (got {other})"))
-                .hint(format!("change {key} in {config}")))
+            Err(Error::usage(format!("{from}: {key} must be float32 or bfloat16 for new weights (got {other})"))
+                .hint(format!("change {key} in {from}")))
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::block_spec::{Norms, QkNorm};
 use super::rope::RopeDefaults;
 use super::unsupported::refused;
+use super::wrapper::WRAPPERS;
 use crate::error::{Error, Result};
 use crate::ops::glu::Activation;
 
@@ -350,11 +351,28 @@ static FAMILIES: [Family; 14] = [
 const VALUE_CLASSES: [&str; 2] = ["RewardModel", "CriticModel"];
 
 impl Family {
+    /// The names of all families.
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        FAMILIES.iter().map(|f| f.name)
+    }
+
     /// The family with this `model_type`.
     fn named(name: &str) -> Result<&'static Self> {
         FAMILIES.iter().find(|f| f.name == name).ok_or_else(|| {
-            let known: Vec<&str> = FAMILIES.iter().map(|f| f.name).collect();
+            let known: Vec<&str> = Self::names().collect();
             refused("model_type", name, "").hint(format!("use one of {}", known.join(", ")))
+        })
+    }
+
+    /// The family with this `model_type`, or that of the language model inside a model with this `model_type`.
+    ///
+    /// # Errors
+    /// `Data` if there is none, with all names.
+    pub fn named_or_inside(name: &str) -> Result<&'static Self> {
+        let inside = WRAPPERS.iter().find(|wrapper| wrapper.name == name).map(|wrapper| wrapper.family);
+        Self::named(inside.unwrap_or(name)).map_err(|error| {
+            let known: Vec<&str> = Self::names().chain(WRAPPERS.iter().map(|wrapper| wrapper.name)).collect();
+            error.hint(format!("use one of {}, or a model directory", known.join(", ")))
         })
     }
 

@@ -21,6 +21,7 @@ pub mod non_finite;
 pub mod params;
 pub mod rope;
 pub mod small_files;
+pub mod tiny;
 pub mod transformer;
 pub mod tuning;
 mod weights;

@@ -6,6 +6,7 @@ mod compose;
 pub mod corpus;
 mod data;
 mod directories;
+mod families;
 pub mod fixture;
 mod foreign;
 mod generate;

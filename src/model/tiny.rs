@@ -1,0 +1,207 @@
+//! The config.json of tiny models: that of a family, or another model's scaled down.
+
+use super::arch::Arch;
+use super::config_json::{FULL, SLIDING};
+use super::families::{Bias, Family, Windows};
+use serde_json::{Map, Value, json};
+
+/// The vocabulary of a model without a tokenizer.
+pub const VOCABULARY: usize = 512;
+/// Sizes that have kernels on a GPU.
+const WIDTH: usize = 64;
+const MLP_WIDTH: usize = 96;
+const HEADS: usize = 2;
+const HEAD_DIM: usize = 32;
+const LAYERS: usize = 4;
+const CONTEXT: usize = 512;
+const WINDOW: usize = 32;
+
+/// Keys of config.json that do not follow from a family's entry: scales, which are not 1, and the usual scaling of its
+/// rope.
+const KEYS: &[(&str, &str)] = &[
+    (
+        "llama",
+        r#"{"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 128}}"#,
+    ),
+    (
+        "ministral3",
+        r#"{"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
+            "llama_4_scaling_beta": 0.1}}"#,
+    ),
+    ("smollm3", r#"{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}"#),
+    ("seed_oss", r#"{"residual_dropout": 0.0}"#),
+    (
+        "granite",
+        r#"{"embedding_multiplier": 12.0, "attention_multiplier": 0.03125, "residual_multiplier": 0.22,
+            "logits_scaling": 8.0}"#,
+    ),
+    (
+        "phi3",
+        r#"{"original_max_position_embeddings": 128, "rope_parameters": {"rope_type": "longrope",
+            "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 128,
+            "short_factor": [1.0, 1.0, 1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.3, 1.4, 1.5, 1.6],
+            "long_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.4, 2.8, 3.2, 3.5, 3.7, 3.9, 4.0]}}"#,
+    ),
+    (
+        "olmo3",
+        r#"{"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "original_max_position_embeddings": 128}}}"#,
+    ),
+    ("gemma2", r#"{"query_pre_attn_scalar": 24, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}"#),
+    (
+        "gemma3_text",
+        r#"{"query_pre_attn_scalar": 24, "rope_parameters": {"sliding_attention": {"rope_type": "default",
+            "rope_theta": 10000.0}, "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0,
+            "factor": 8.0}}}"#,
+    ),
+];
+
+/// The config.json of a tiny language model of `family`, without special tokens.
+///
+/// # Panics
+/// If an entry of `KEYS` is not a JSON object.
+pub fn of_family(family: &Family, vocabulary: usize) -> Map<String, Value> {
+    let (activation, kind) = family.activation;
+    let layers = layers(family);
+    let config = json!({
+        "architectures": [family.causal], "model_type": family.name, "vocab_size": vocabulary, "hidden_size": WIDTH,
+        "intermediate_size": MLP_WIDTH, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": 1, "head_dim": HEAD_DIM, activation: kind.name(), "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": family.norm_eps, "initializer_range": 0.02, "tie_word_embeddings": family.tied,
+        "attention_dropout": 0.0, "bos_token_id": null, "eos_token_id": null, "pad_token_id": null, "dtype": "float32",
+        "rope_parameters": ropes(family)
+    });
+    let Value::Object(mut config) = config else { unreachable!("it is an object") };
+    for bias in [family.qkv_bias, family.o_bias, family.mlp_bias] {
+        if let Bias::Key(key, default) = bias {
+            config.insert(key.into(), default.into());
+        }
+    }
+    let slides: Option<Box<dyn Fn(usize) -> bool>> = match family.windows {
+        Windows::Never => None,
+        Windows::Everywhere(default) => {
+            config.insert("sliding_window".into(), default.map(|_| WINDOW).into());
+            None
+        }
+        Windows::Switched(..) => {
+            config.insert("max_window_layers".into(), (layers / 2).into());
+            Some(Box::new(|layer| layer >= layers / 2))
+        }
+        Windows::Periodic(_, period) => Some(Box::new(move |layer| !(layer + 1).is_multiple_of(period))),
+        Windows::WithoutRope => Some(Box::new(|layer| layer + 1 == layers)),
+    };
+    if let Some(slides) = slides {
+        let types = (0..layers).map(|layer| if slides(layer) { SLIDING } else { FULL });
+        config.insert("layer_types".into(), types.collect());
+        config.insert("sliding_window".into(), WINDOW.into());
+        if !matches!(family.windows, Windows::Periodic(..)) {
+            config.insert("use_sliding_window".into(), true.into());
+        }
+    }
+    let own = KEYS.iter().find(|(name, _)| *name == family.name).map_or("{}", |(_, keys)| keys);
+    config.extend(serde_json::from_str::<Map<String, Value>>(own).expect("KEYS has JSON objects"));
+    config
+}
+
+/// The layers of a tiny model, which has all kinds of them.
+fn layers(family: &Family) -> usize {
+    if let Windows::Periodic(_, period) = family.windows { LAYERS.max(period) } else { LAYERS }
+}
+
+/// The rotary embeddings of a family without a scaling.
+fn ropes(family: &Family) -> Value {
+    let rope = |theta: f64| {
+        let mut rope = json!({"rope_type": "default", "rope_theta": theta});
+        if let Some(partial) = family.rope.partial {
+            rope["partial_rotary_factor"] = partial.into();
+        }
+        rope
+    };
+    let theta = family.rope.theta;
+    match family.rope.by_layer {
+        Some(sliding) => json!({FULL: rope(theta), SLIDING: rope(sliding.unwrap_or(theta))}),
+        None => rope(theta),
+    }
+}
+
+/// The config.json of a tiny model that has the kinds of layers, scales and rope of `arch`, without special tokens.
+pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
+    let layers = arch.blocks.len().min(layers(arch.family));
+    let mut config = arch.source.clone();
+    let attention = arch.blocks[0].attention();
+    let (head_dim, heads) = (HEAD_DIM.min(attention.head_dim), HEADS.min(attention.heads));
+    let context = arch.positions.min(CONTEXT);
+    for (key, size) in [
+        ("vocab_size", vocabulary),
+        ("hidden_size", heads * head_dim),
+        ("intermediate_size", MLP_WIDTH.min(arch.blocks[0].mlp().width)),
+        ("num_hidden_layers", layers),
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", if attention.kv_heads == attention.heads { heads } else { 1 }),
+        ("head_dim", head_dim),
+        ("max_position_embeddings", context),
+    ] {
+        config.insert(key.into(), size.into());
+    }
+    for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+        config.insert(key.into(), Value::Null);
+    }
+    config.shift_remove("torch_dtype");
+    config.insert("dtype".into(), "float32".into());
+    let pairs = arch.ropes[0].rotated(head_dim) / 2;
+    let shares = Shares { layers: (layers, arch.blocks.len()), context: (context, arch.positions), pairs };
+    shares.scale(&mut config);
+    config
+}
+
+/// The shares (new, old) of sizes that are scaled, and the new number of rotated pairs of columns in a head.
+struct Shares {
+    layers: (usize, usize),
+    context: (usize, usize),
+    pairs: usize,
+}
+
+impl Shares {
+    /// Scales the keys that depend on the sizes of a model, in config.json or an object of it.
+    fn scale(&self, config: &mut Map<String, Value>) {
+        let share = |value: &Value, (new, old): (usize, usize), least: usize| {
+            value.as_u64().map_or_else(|| value.clone(), |n| (n as usize * new / old).max(least).into())
+        };
+        for (key, value) in config {
+            match (key.as_str(), &mut *value) {
+                ("original_max_position_embeddings" | "sliding_window", _) => *value = share(value, self.context, 2),
+                ("max_window_layers", _) => *value = share(value, self.layers, 0),
+                ("layer_types" | "no_rope_layers", Value::Array(list)) => list.truncate(self.layers.0),
+                ("short_factor" | "long_factor", Value::Array(list)) => list.truncate(self.pairs),
+                (_, Value::Object(object)) => self.scale(object),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_has_a_tiny_model_with_all_kinds_of_its_layers() {
+        for name in Family::names() {
+            let family = Family::named_or_inside(name).unwrap();
+            let arch = Arch::from_config(&of_family(family, 300)).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let windows: Vec<bool> = arch.attentions().map(|layer| layer.window.is_some()).collect();
+            let has_both = windows.contains(&true) && windows.contains(&false);
+            let is_mixed = !matches!(family.windows, Windows::Never | Windows::Everywhere(_));
+            assert_eq!((arch.family.name, has_both), (name, is_mixed), "{windows:?}");
+            assert_eq!(arch.rotations().unwrap().len(), arch.ropes.len(), "{name}");
+            // A model that is tiny keeps its kinds of layers.
+            let again = Arch::from_config(&scaled(&arch, 300)).unwrap();
+            assert!(again.computes_as(&arch), "{name}: {again:?}\n{arch:?}");
+        }
+        let known = |name: &str| Family::names().any(|family| family == name);
+        assert!(KEYS.iter().all(|(name, _)| known(name)));
+    }
+}
