@@ -6,6 +6,7 @@ use minijinja::value::{Rest, Tuple, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, State};
 use regex::Regex;
 
+use super::generators::is_generator;
 use super::methods::{call, iterable, replaced};
 use super::python::{bind, error, integer, lines, order, pairs, str, text_or_none, type_name};
 
@@ -43,7 +44,7 @@ pub fn add_to(environment: &mut Environment) {
         matches!(
             value.kind(),
             ValueKind::Undefined | ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable
-        )
+        ) && !is_generator(value)
     });
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     environment.add_test("callable", |value: &Value| {
@@ -77,6 +78,7 @@ pub fn escape(value: &Value) -> Value {
 
 fn join(value: &Value, more: More) -> Result<String, Error> {
     let [between, attribute] = bind(&more.into_values(), ["d", "attribute"])?;
+    let attribute = attribute.filter(|path| !path.is_none());
     let items = iterable(value)?.try_iter()?.map(|item| match &attribute {
         Some(path) => at_path(&item, &str(path)),
         None => Ok(item),

@@ -2,6 +2,7 @@
 //! `templates_render_as_in_jinja_2` compares the two.
 
 mod filters;
+mod generators;
 mod methods;
 mod operators;
 mod python;
@@ -22,6 +23,7 @@ pub fn environment() -> Result<Environment<'static>, Error> {
     environment.set_formatter(print);
     operators::add_to(&mut environment);
     filters::add_to(&mut environment);
+    generators::add_to(&mut environment);
     environment.add_filter("tojson", tojson::tojson);
     environment.add_function("cycler", minijinja_contrib::globals::cycler);
     environment.add_function("joiner", minijinja_contrib::globals::joiner);

@@ -7,6 +7,7 @@ use minijinja::value::{Rest, Value, ValueKind};
 use minijinja::{Environment, Error};
 use regex::Regex;
 
+use super::generators::is_generator;
 use super::methods::{Bound, OF_DICTS, iterable};
 use super::python::{error, integer, order, repr, slice, str, type_name};
 
@@ -21,7 +22,10 @@ pub fn add_to(environment: &mut Environment) {
     environment.add_filter("_ge", |a: &Value, b: &Value| order(a, b).map(Ordering::is_ge));
     environment.add_filter("_in", |item: &Value, container: &Value| contains(container, item));
     environment.add_filter("_notin", |item: &Value, container: &Value| contains(container, item).map(|found| !found));
-    environment.add_filter("_each", |value: &Value| iterable(value).cloned());
+    environment.add_filter("_each", |value: &Value| {
+        // A loop has the length of a generator.
+        if is_generator(value) { Ok(value.try_iter()?.collect()) } else { iterable(value).cloned() }
+    });
     environment.add_filter("_slice", |value: &Value, start: &Value, stop: &Value, step: Option<Value>| {
         slice(value, [integer(Some(start))?, integer(Some(stop))?, integer(step.as_ref())?])
     });

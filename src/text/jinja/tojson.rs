@@ -6,6 +6,7 @@ use std::fmt::Write;
 use minijinja::Error;
 use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
 
+use super::generators::is_generator;
 use super::python::{bind, error, float, order, pairs, type_name};
 
 /// Levels of nested lists and dicts.
@@ -51,7 +52,7 @@ impl Style {
         }
         match value.kind() {
             ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),
-            ValueKind::Seq | ValueKind::Iterable => {
+            ValueKind::Seq | ValueKind::Iterable if !is_generator(value) => {
                 let items = value.try_iter()?.map(|item| (None, item));
                 self.group(['[', ']'], items, depth, out)?;
             }
