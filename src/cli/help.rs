@@ -28,7 +28,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
     (
         "Models",
         &[
-            ("init", "make a model with random weights from a config.json"),
+            ("init", "make a model with random weights from a config.json, or like another one"),
             ("generate", "responses of a model to rows of prompts, or to one prompt"),
             ("chat", "talk to a model through its chat template"),
             ("logprobs", "log-probabilities of given tokens or responses"),
@@ -42,7 +42,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
         &[
             ("report", "an HTML page of runs: curves, phases, memory, samples to read"),
             ("samples", "prompts, responses and scores of a recorded step"),
-            ("info", "the build, MPI, GPUs, and the threads of each rank"),
+            ("info", "facts about a model; or the build, MPI, GPUs, and the threads of each rank"),
             ("bench", "speed of this machine compared with its peaks"),
             ("help", "the manual: `help` lists its pages, `help KEY` explains a key of a job"),
         ],
@@ -63,7 +63,7 @@ macro_rules! pages {
 
 /// The manual in the order of reading: topics, and texts whose first line is `# TITLE`.
 const PAGES: &[(&str, &str)] = pages! {
-    "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "evaluation" "metrics" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "formats"
+    "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "families" "evaluation" "metrics" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "formats"
     "reproducibility"
 };
 
