@@ -2,7 +2,7 @@
 
 use super::arch::Arch;
 use super::files::{Checkpoint, weight_files};
-use super::wrapper::is_other;
+use super::naming::is_other;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -10,7 +10,7 @@ fn rows_that_may_be_longer_than_the_original_length_get_the_long_factors_and_oth
     let (short, long) = (arch.clone().for_rows(16), arch.clone().for_rows(17));
     assert_eq!((arch.context, short.context, long.context), (16, 16, 128));
     assert_eq!(first(&arch), first(&short));
-    assert!(first(&short).iter().zip(&first(&long)).all(|(short, long)| short != long));
+    assert!(first(&short).iter().zip(&first(&long)).filter(|(short, long)| short != long).count() > 3);
     let other = Arch::load(&directory("llama2")).expect("a model");
     assert_eq!(other.clone().for_rows(16), other, "without LongRoPE, nothing changes");
 }

@@ -13,27 +13,27 @@ use serde_json::{Value, json};
 use std::ops::Range;
 
 /// A model of the family that its name begins with.
-fn shape(name: &'static str, keys: Value) -> (&'static str, Arch) {
-    (name, models::arch(name.split('-').next().expect("a family"), &keys))
+fn shape(name: &'static str, keys: &Value) -> (&'static str, Arch) {
+    (name, models::arch(name.split('-').next().expect("a family"), keys))
 }
 
 /// Models that are difficult to split: a name, and the unusual keys.
 pub fn shapes() -> Vec<(&'static str, Arch)> {
     vec![
-        shape("llama", json!({})),
+        shape("llama", &json!({})),
         shape(
             "llama-tied",
-            json!({"num_key_value_heads": 1, "vocab_size": 301, "intermediate_size": 37, "tie_word_embeddings": true,
+            &json!({"num_key_value_heads": 1, "vocab_size": 301, "intermediate_size": 37, "tie_word_embeddings": true,
                 "attention_bias": true, "mlp_bias": true}),
         ),
-        shape("mistral", json!({"num_key_value_heads": 8, "sliding_window": 7})),
-        shape("mistral-grouped", json!({"num_key_value_heads": 4, "sliding_window": 3, "intermediate_size": 130})),
-        shape("qwen2", json!({"tie_word_embeddings": true})),
-        shape("qwen3", json!({"num_key_value_heads": 1, "intermediate_size": 259, "tie_word_embeddings": false})),
-        shape("qwen3-tied", json!({"vocab_size": 515, "attention_bias": true})),
+        shape("mistral", &json!({"num_key_value_heads": 8, "sliding_window": 7})),
+        shape("mistral-grouped", &json!({"num_key_value_heads": 4, "sliding_window": 3, "intermediate_size": 130})),
+        shape("qwen2", &json!({"tie_word_embeddings": true})),
+        shape("qwen3", &json!({"num_key_value_heads": 1, "intermediate_size": 259, "tie_word_embeddings": false})),
+        shape("qwen3-tied", &json!({"vocab_size": 515, "attention_bias": true})),
         shape(
             "qwen3-irregular",
-            json!({"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 101, "intermediate_size": 51,
+            &json!({"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 101, "intermediate_size": 51,
                 "tie_word_embeddings": false}),
         ),
     ]
@@ -43,16 +43,16 @@ pub fn shapes() -> Vec<(&'static str, Arch)> {
 fn dense() -> Vec<(&'static str, Arch)> {
     vec![
         // All heads of a row are normed together.
-        shape("olmo2", json!({"num_key_value_heads": 1})),
+        shape("olmo2", &json!({"num_key_value_heads": 1})),
         shape(
             "olmo3-irregular",
-            json!({"num_attention_heads": 12, "num_key_value_heads": 3, "sliding_window": 7,
+            &json!({"num_attention_heads": 12, "num_key_value_heads": 3, "sliding_window": 7,
                 "layer_types": ["sliding_attention", "full_attention"]}),
         ),
-        shape("gemma2", capped()),
+        shape("gemma2", &capped()),
         // Heads that are reordered or joined in files.
-        shape("glm4", json!({"head_dim": 8, "partial_rotary_factor": 0.5})),
-        shape("phi3", long()),
+        shape("glm4", &json!({"head_dim": 8, "partial_rotary_factor": 0.5})),
+        shape("phi3", &long()),
     ]
 }
 
