@@ -166,9 +166,9 @@ impl AdapterConfig {
         Tuning::derive(&self.settings, Origin::File, params).map_err(|e| e.within(FILE))
     }
 
-    /// The file for adapters with this `tuning` in a model with these `params`. Names are written in full, unless the
-    /// last names select the same modules, also in a model around it, which `naming` tells. PEFT 0.6 knows all keys but
-    /// use_rslora, which is only written if it is true.
+    /// The file for adapters with this `tuning` in a model with these `params`, whose names `naming` gives. Names are
+    /// written in full, unless the last names select the same modules. PEFT 0.6 knows all keys but use_rslora, which is
+    /// only written if it is true.
     pub(super) fn to_json(&self, tuning: &Tuning, params: &[Param], naming: Naming) -> Map<String, Value> {
         let Self { settings, base, task } = self;
         let also: BTreeSet<String> = tuning.whole.iter().map(|name| naming.in_files(module_of(name))).collect();
