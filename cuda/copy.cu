@@ -1,11 +1,8 @@
 // Copies, casts and sums of flat runs, columns and rows.
 #include "rows.cuh"
 
-// add_f32  y = y + x
-// x, y (len) f32
-// grid ceil(len / 2048), block 256, eight values a thread; any alignment
-// roofline 12 len bytes
-KERNEL __launch_bounds__(256) add_f32(const float* x, float* y, u64 len) {
+// y = y + s x for eight values of a thread, rounded once; any alignment.
+template <class T> DEVICE void add_scaled(float s, const T* x, T* y, u64 len) {
     u64 at = flat_eight();
     if (at >= len) return;
     int count = eight_or_rest(at, len);
@@ -14,9 +11,15 @@ KERNEL __launch_bounds__(256) add_f32(const float* x, float* y, u64 len) {
     load_up_to(x + at, count, aligned, a);
     load_up_to(y + at, count, aligned, b);
 #pragma unroll
-    for (int i = 0; i < 8; i++) b[i] += a[i];
+    for (int i = 0; i < 8; i++) b[i] = fmaf(s, a[i], b[i]);
     store_up_to(y + at, count, aligned, b);
 }
+
+// add_f32  y = y + x
+// x, y (len) f32
+// grid ceil(len / 2048), block 256, eight values a thread; any alignment
+// roofline 12 len bytes
+KERNEL __launch_bounds__(256) add_f32(const float* x, float* y, u64 len) { add_scaled(1.0f, x, y, len); }
 
 // A thread copies `each` neighbouring columns of a row, 8 or 1; eight only if all of them are aligned to 16 bytes.
 // A row has `across` such threads, or there is one row.
@@ -61,16 +64,7 @@ KERNEL __launch_bounds__(256) scale_bf16(float s, bf16* x, u64 len) {
 // grid ceil(len / 2048), block 256, eight values a thread; any alignment
 // roofline 6 len bytes
 KERNEL __launch_bounds__(256) add_scaled_bf16(float s, const bf16* x, bf16* y, u64 len) {
-    u64 at = flat_eight();
-    if (at >= len) return;
-    int count = eight_or_rest(at, len);
-    bool aligned = is_aligned(x) && is_aligned(y);
-    float a[8], b[8];
-    load_up_to(x + at, count, aligned, a);
-    load_up_to(y + at, count, aligned, b);
-#pragma unroll
-    for (int i = 0; i < 8; i++) b[i] = fmaf(s, a[i], b[i]);
-    store_up_to(y + at, count, aligned, b);
+    add_scaled(s, x, y, len);
 }
 
 // columns_bf16  to[r][c] = from[r][c], rows of both a stride apart

@@ -173,7 +173,7 @@ fn activation(c: &Reader, family: &Family) -> Result<Activation> {
 /// A number that must be positive.
 pub(super) fn positive(c: &Reader, number: Number) -> Result<Option<f32>> {
     let (key, default) = match number {
-        Number::Fixed(value) => return Ok(value.map(|x| x as f32)),
+        Number::None => return Ok(None),
         Number::Key(key, default) => (key, default),
     };
     let found = if c.has(key) { c.number(key)? } else { default };

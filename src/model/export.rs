@@ -6,6 +6,7 @@ use super::adapter_files;
 use super::arch::{Arch, Head};
 use super::bitsandbytes::QUANTIZATION;
 use super::config_json::{GENERATION, Reader};
+use super::files::Checkpoint;
 use super::naming::Naming;
 use super::params::ParamTable;
 use super::small_files::{self, TEMPLATES_DIR, TOKENIZER_FILES};
@@ -58,9 +59,10 @@ impl Export {
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
         let wrapper = arch.wrapper.as_ref().filter(|_| table.head() == Head::LanguageModel);
-        let naming = wrapper.map(|wrapper| wrapper.naming).unwrap_or_default();
+        let others = wrapper.map(Wrapper::others).transpose()?;
+        let naming = others.as_ref().map(Checkpoint::naming).unwrap_or_default();
         let mut export = Self::create(out, Names { naming, ..OF_MODEL }, table, dtype, SHARD_BYTES_MAX)?;
-        export.files.others = wrapper.map(Wrapper::others).transpose()?;
+        export.files.others = others;
         write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
     }

@@ -35,8 +35,8 @@ pub enum Windows {
 /// A number of config.json.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Number {
-    /// The same in every model.
-    Fixed(Option<f64>),
+    /// The family has no such number.
+    None,
     /// A key, and the value if it is absent. null: none.
     Key(&'static str, Option<f64>),
 }
@@ -127,8 +127,6 @@ pub struct Family {
 /// The key of Gemma's encoders, whose tokens see later ones.
 pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 
-const NONE: Number = Number::Fixed(None);
-
 /// The most common value of each field.
 const LLAMA: Family = Family {
     name: "llama",
@@ -148,11 +146,11 @@ const LLAMA: Family = Family {
     rope: RopeDefaults::PLAIN,
     has_no_rope_layers: false,
     scores: Scores::HeadDim,
-    score_softcap: NONE,
+    score_softcap: Number::None,
     embedded: Embedded::AsTheyAre,
-    residual_scale: NONE,
-    logit_divisor: NONE,
-    logit_softcap: NONE,
+    residual_scale: Number::None,
+    logit_divisor: Number::None,
+    logit_softcap: Number::None,
     head_dim: None,
     kv_heads: None,
     context: 2048,
@@ -340,7 +338,7 @@ static FAMILIES: [Family; 14] = [
         qk_norm: QkNorm::PerHead,
         windows: Windows::Periodic(4096, 6),
         rope: RopeDefaults { theta: 1_000_000.0, by_layer: Some(Some(10_000.0)), ..RopeDefaults::PLAIN },
-        score_softcap: NONE,
+        score_softcap: Number::None,
         logit_softcap: Number::Key("final_logit_softcapping", None),
         context: 131_072,
         ..GEMMA2

@@ -2,7 +2,7 @@
 //! the names of their tensors have a prefix. Only the language model is used. An export keeps the rest as it is.
 
 use super::files::{Checkpoint, Stored};
-use super::naming::{Naming, is_other};
+use super::naming::is_other;
 use super::unsupported::refused;
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
@@ -41,7 +41,6 @@ pub struct Wrapper {
     config: Map<String, Value>,
     /// The directory with its other tensors.
     dir: Option<PathBuf>,
-    pub naming: Naming,
 }
 
 impl Wrapper {
@@ -70,7 +69,7 @@ impl Wrapper {
         }
         let mut outer = config.clone();
         outer.shift_remove(TEXT);
-        Ok((inner, Some(Self { config: outer, dir: None, naming: Naming::Inner })))
+        Ok((inner, Some(Self { config: outer, dir: None })))
     }
 
     /// Its `model_type`, or its class.
@@ -82,8 +81,7 @@ impl Wrapper {
     /// The same with the files of `dir`.
     #[must_use]
     pub(super) fn located(self, dir: &Path) -> Self {
-        let naming = Checkpoint::open(dir).map_or(Naming::Inner, |found| found.naming());
-        Self { dir: Some(dir.to_owned()), naming, ..self }
+        Self { dir: Some(dir.to_owned()), ..self }
     }
 
     /// config.json around the language model's.

@@ -11,9 +11,11 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::model::adapter_files::AdapterFiles;
 use rlhf_hpc::model::export::Export;
 use rlhf_hpc::model::load::{ModelFiles, adapted, load_base, load_with};
-use rlhf_hpc::model::{AdapterNorms, Arch, Gradients, Head, ParamId, Saved, Weights, pack};
+use rlhf_hpc::model::{AdapterNorms, Arch, Head, ParamId, Weights, pack};
 use rlhf_hpc::tensor::nf4::Nf4;
 use rlhf_hpc::tensor::{DType, Slice};
+use std::path::Path;
+use std::sync::Arc;
 
 #[test]
 fn logprobs_and_gradients_of_adapters_agree_with_peft_for_every_family() {
@@ -38,16 +40,9 @@ fn logprobs_and_gradients_of_adapters_agree_with_peft_for_every_family() {
 fn scores_and_gradients_of_reward_models_with_adapters_agree_with_peft() {
     for name in REWARD_MODELS {
         let m = Model::adapted(name, Head::Value, DType::F32);
-        let mut saved = Saved::new(false);
-        let hidden = m.hidden(Some(&mut saved));
-        let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
-        let values = m.transformer.values(&m.weights, &hidden, &rows);
+        let (grads, values) = m.values_backward();
         let apart = gap(&values, &m.golden.floats("values"));
         assert!(apart <= 1e-5, "{name}: {apart:e}");
-        let mut grads = Gradients::new(m.weights.table.clone());
-        let dvalues = weights(0..rows.len());
-        let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
-        m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
         check_gradients(name, &m.golden, &grads, 1e-4);
     }
 }
@@ -82,6 +77,45 @@ fn an_adapter_that_is_loaded_and_written_again_has_the_tensors_that_peft_wrote()
             .expect("it is written");
         assert!(tensors(&out) == tensors(&from), "{name}");
         assert_eq!(AdapterFiles::open(&out, &params).expect("an adapter").tuning, tuning, "{name}");
+    }
+}
+
+/// A base directory with the values that a base in nf4 has, in f32.
+fn dequantized(files: &ModelFiles, out: &Path) {
+    let (source, whole) = (files.source().expect("a model"), Arc::new(files.whole()));
+    let arch = Arch { tuning: None, ..files.arch.clone() };
+    let mut export = Export::begin(out, &arch, &whole, DType::F32, None).expect("it begins");
+    for (index, spec) in whole.specs().iter().enumerate() {
+        let mut values = vec![0.0; spec.elements()];
+        match source.nf4(&spec.name).expect("it can be quantized") {
+            Some(nf4) => nf4.read(0, &mut values),
+            None => source.read(&spec.name, 0, &mut values).expect("finite values"),
+        }
+        export.rows(index, &values).expect("rows");
+    }
+    export.commit().expect("it is written");
+}
+
+/// With joined and reordered matrices, in f32 and bf16.
+#[test]
+fn a_model_on_a_base_in_nf4_computes_bitwise_as_on_the_dequantized_base() {
+    let scratch = tempfile::tempdir().expect("a directory");
+    for name in ["llama3", "phi3-short", "glm4"] {
+        let (dir, from, head, out) = (directory(name), adapter(name), Head::LanguageModel, scratch.path().join(name));
+        let arch = adapted(&dir, Some(&from), head).expect("an adapter");
+        let files = |dir| ModelFiles { dir, adapter: Some(&from), arch: &arch, head };
+        dequantized(&files(&dir), &out);
+        for dtype in [DType::F32, DType::Bf16] {
+            let [got, want] = [(&dir, true), (&out, false)].map(|(dir, quantize)| {
+                let (files, axes) = (files(dir), Axes::one());
+                let kept = files.frozen();
+                let base = load_base(Device::Cpu, &files, &kept, dtype, &axes, 0, true, quantize).expect("a base");
+                let weights = files.weights(Device::Cpu, Some(base), dtype, 0, &axes, 0).expect("weights").0;
+                let (grads, logprobs, _) = Model::of_adapter(name, &arch, weights).language_model_backward();
+                (grads.to_vec(), logprobs)
+            });
+            assert!(got == want, "{name} {dtype:?}");
+        }
     }
 }
 

@@ -3,9 +3,8 @@
 use crate::models::relative_gap;
 use crate::parity::golden::{
     DENSE_MODELS, DENSE_REWARD_MODELS, LANGUAGE_MODELS, Model, REWARD_MODELS, TEMPERATURE, check_gradients, gap,
-    weights,
 };
-use rlhf_hpc::model::{Gradients, Head, Saved};
+use rlhf_hpc::model::Head;
 use rlhf_hpc::tensor::DType;
 
 /// The largest gap of f32 log-probabilities or values to those of transformers in f64. The temperature divides it.
@@ -40,16 +39,9 @@ fn logprobs_entropies_and_gradients_agree_with_transformers_for_every_family() {
 fn values_and_value_head_gradients_agree_with_transformers() {
     for name in REWARD_MODELS.iter().chain(&DENSE_REWARD_MODELS) {
         let m = Model::load(name, Head::Value, DType::F32);
-        let mut saved = Saved::new(false);
-        let hidden = m.hidden(Some(&mut saved));
-        let rows: Vec<u32> = (0..m.tokens.len() as u32).collect();
-        let values = m.transformer.values(&m.weights, &hidden, &rows);
+        let (grads, values) = m.values_backward();
         let apart = gap(&values, &m.golden.floats("values"));
         assert!(apart <= rounding(name), "{name}: {apart:e}");
-        let mut grads = Gradients::new(m.weights.table.clone());
-        let dvalues = weights(0..rows.len());
-        let dhidden = m.transformer.values_backward(&m.weights, &hidden, &rows, &dvalues, &mut grads);
-        m.transformer.backward(&m.weights, saved, &m.cu_seqlens, dhidden, &mut grads);
         check_gradients(name, &m.golden, &grads, 1e-4);
     }
 }
@@ -76,7 +68,8 @@ fn bf16_weights_give_close_to_the_f32_logprobs_and_gradients() {
         // bf16 has 8 bits: a few parts in 256 of log-probs whose size is about 5.
         assert!(gap(&logprobs, &logprobs_bf16) < 0.5, "{name}: {}", gap(&logprobs, &logprobs_bf16));
         let apart = relative_gap(&rounded.to_vec(), &exact.to_vec());
-        // In transformers, too, up to 0.12, and there, too, most for olmo3.
-        assert!(apart < 0.2, "{name}: gradients part by {apart}");
+        // Those of dense families part by up to 0.12 in transformers, too.
+        let most = if LANGUAGE_MODELS.contains(name) { 0.1 } else { 0.2 };
+        assert!(apart < most, "{name}: gradients part by {apart}");
     }
 }

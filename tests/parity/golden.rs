@@ -184,6 +184,21 @@ impl Model {
     }
 }
 
+impl Model {
+    /// The gradients of the golden's loss of a model with a value head, and the values.
+    pub fn values_backward(&self) -> (Gradients, Vec<f32>) {
+        let mut saved = Saved::new(false);
+        let hidden = self.hidden(Some(&mut saved));
+        let rows: Vec<u32> = (0..self.tokens.len() as u32).collect();
+        let values = self.transformer.values(&self.weights, &hidden, &rows);
+        let mut grads = Gradients::new(self.weights.table.clone());
+        let dvalues = weights(0..rows.len());
+        let dhidden = self.transformer.values_backward(&self.weights, &hidden, &rows, &dvalues, &mut grads);
+        self.transformer.backward(&self.weights, saved, &self.cu_seqlens, dhidden, &mut grads);
+        (grads, values)
+    }
+}
+
 /// The loss weight of each number, as in models.py.
 pub fn weights(range: std::ops::Range<usize>) -> Vec<f32> {
     range.map(|i| ((i * 7 % 11) as f32 - 3.0) / 10.0).collect()
