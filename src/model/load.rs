@@ -9,7 +9,7 @@ use super::files::{Checkpoint, Stored, listed};
 use super::init;
 use super::names::LM_HEAD;
 use super::naming::is_other;
-use super::params::{ParamSpec, ParamTable};
+use super::params::{ParamSpec, ParamTable, tensors};
 use super::part::{Cut, TensorPart};
 use super::weights::pack::{self, stored, whole_rows};
 use super::weights::partition::Shards;
@@ -398,11 +398,10 @@ fn check(
         spec.name == arch.head_name(Head::Value) && (arch.head == Head::LanguageModel || is_elsewhere(&spec.name))
     };
     let (mut missing, mut quantized) = (Vec::new(), HashMap::new());
-    for spec in table.specs() {
+    for spec in tensors(table.specs()).map(|parts| &parts[0]) {
         let name = spec.file_name();
         let Some(stored) = checkpoint.get(name) else {
-            let is_named = missing.last() == Some(&name);
-            if !is_named && (table.head() != Head::Value || !is_new(spec)) {
+            if table.head() != Head::Value || !is_new(spec) {
                 missing.push(name);
             }
             continue;

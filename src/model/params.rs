@@ -341,13 +341,8 @@ impl ParamTable {
 
     /// The name and the whole shape of each parameter, as the files of a model have them: parts of one tensor are one.
     pub fn shapes(&self) -> Vec<Param> {
-        let mut all: Vec<Param> = Vec::new();
-        for spec in &self.specs {
-            if all.last().is_none_or(|last| last.name != spec.file_name()) {
-                all.push(Param { name: spec.file_name().to_owned(), shape: spec.file_shape() });
-            }
-        }
-        all
+        let param = |parts: &[ParamSpec]| Param { name: parts[0].file_name().to_owned(), shape: parts[0].file_shape() };
+        tensors(&self.specs).map(param).collect()
     }
 
     pub fn find(&self, name: &str) -> Option<ParamId> {
@@ -379,4 +374,9 @@ impl ParamTable {
         let offset = self.spec(id).offset;
         self.units.partition_point(|unit| unit.end <= offset)
     }
+}
+
+/// The parameters of each tensor in the files of a model: some are parts of one.
+pub(super) fn tensors(specs: &[ParamSpec]) -> impl Iterator<Item = &[ParamSpec]> {
+    specs.chunk_by(|a, b| a.file_name() == b.file_name())
 }

@@ -3,7 +3,7 @@
 
 use super::files::Checkpoint;
 use super::naming::Naming;
-use super::params::{ParamSpec, ParamTable};
+use super::params::{ParamSpec, ParamTable, tensors};
 use super::weights::UnitValues;
 use super::weights::pack::unpack_rows;
 use super::wrapper;
@@ -73,13 +73,14 @@ impl TensorFiles {
     /// Files of at most `shard_bytes_max` bytes of tensors each. A larger tensor gets a file of its own.
     pub(super) fn new(dir: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
         let mut files: Vec<Range<usize>> = Vec::new();
-        let mut bytes = 0;
+        let (mut bytes, mut end) = (0, 0);
         for parts in tensors(table.specs()) {
-            let size = parts.clone().map(|i| table.specs()[i].elements()).sum::<usize>() * dtype.bytes();
+            let (start, size) = (end, parts.iter().map(ParamSpec::elements).sum::<usize>() * dtype.bytes());
+            end += parts.len();
             match files.last_mut() {
-                Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = parts.end,
+                Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = end,
                 _ => {
-                    files.push(parts);
+                    files.push(start..end);
                     bytes = 0;
                 }
             }
@@ -272,15 +273,6 @@ fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u
     bytemuck::cast_slice(bits)
 }
 
-/// The parameters of each tensor in the files: some are parts of one.
-fn tensors(specs: &[ParamSpec]) -> impl Iterator<Item = Range<usize>> {
-    let mut end = 0;
-    specs.chunk_by(|a, b| a.file_name() == b.file_name()).map(move |parts| {
-        end += parts.len();
-        end - parts.len()..end
-    })
-}
-
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
 fn header(names: Names, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     let name = match dtype {
@@ -291,7 +283,7 @@ fn header(names: Names, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
     entries.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut start = 0;
     for parts in tensors(specs) {
-        let first = &specs[parts.start];
+        let first = &parts[0];
         let shape = if first.file.is_some() { first.file_shape() } else { first.shape.clone() };
         let end = start + shape.iter().product::<usize>() * dtype.bytes();
         let entry = json!({"dtype": name, "shape": shape, "data_offsets": [start, end]});
