@@ -5,6 +5,7 @@ pub mod bounded_log;
 pub mod environment;
 mod faults;
 pub mod files;
+pub mod free_list;
 pub mod hdf5_image;
 pub mod host;
 pub mod lock;

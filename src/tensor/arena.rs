@@ -12,7 +12,7 @@
 //!    written, and the padding of a class is never written.
 //! 4. If in use itself would exceed the limit, the job ends with an error.
 
-use super::free_list::FreeList;
+use super::host_pool::HostPool;
 use crate::device::cpu::copy;
 use crate::device::cuda::owner;
 use crate::device::null;
@@ -27,20 +27,20 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-pub use super::free_list::{HINT, bound, size_class};
+pub use super::host_pool::{HINT, bound, size_class};
 pub use crate::sys::memory::Usage;
 
 /// The number of values that are copied to a file before their pages are evicted.
 const MOVED_AT_ONCE: usize = 16 << 20;
 
-static ARENA: Mutex<FreeList> = Mutex::new(FreeList::new());
+static ARENA: Mutex<HostPool> = Mutex::new(HostPool::new());
 
 thread_local! {
     /// The arena of a null device.
-    static NULL: RefCell<FreeList> = const { RefCell::new(FreeList::new()) };
+    static NULL: RefCell<HostPool> = const { RefCell::new(HostPool::new()) };
 }
 
-fn with_arena<R>(f: impl FnOnce(&mut FreeList) -> R) -> R {
+fn with_arena<R>(f: impl FnOnce(&mut HostPool) -> R) -> R {
     if null::is_active() {
         return NULL.with_borrow_mut(|arena| {
             let done = f(arena);
@@ -75,9 +75,9 @@ pub fn set_limit(bytes: u64) {
 
 /// Runs `work` on a null device (`device::null`), with an arena of its own whose pages are never written.
 pub fn on_null<R>(device: null::Null, work: impl FnOnce() -> R) -> (R, Usage, null::Record) {
-    NULL.set(FreeList::new());
+    NULL.set(HostPool::new());
     let (done, record) = null::run(device, work);
-    (done, NULL.replace(FreeList::new()).usage, record)
+    (done, NULL.replace(HostPool::new()).usage, record)
 }
 
 /// Seconds that this process has spent moving the state of `mesh.offload` out of memory and back, since it started.

@@ -5,7 +5,7 @@
 
 pub mod arena;
 mod flat;
-mod free_list;
+mod host_pool;
 mod indices;
 pub mod nf4;
 mod piece;

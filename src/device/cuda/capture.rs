@@ -9,7 +9,7 @@
 //! can do the same work without a graph.
 
 use super::gpu::Gpu;
-use super::pool::Run;
+use super::pool::Free;
 use super::streams::Stream;
 use super::sys::{self, CUgraph, CUgraphExec, CUresult, CUstreamCaptureMode, Handle, check};
 use crate::error::Result;
@@ -68,7 +68,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The reason why no capture began; the memory is then unchanged.
-    pub(super) fn begin_capture_over(&self, held: &mut Vec<Run>) -> std::result::Result<(), String> {
+    pub(super) fn begin_capture_over(&self, held: &mut Free) -> std::result::Result<(), String> {
         // A capture cannot wait for a copy.
         self.settle_copies();
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -81,7 +81,7 @@ impl Gpu {
     }
 
     /// The captured graph, or the reason why there is none; and the memory that was freed within the capture.
-    pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Vec<Run>) {
+    pub(super) fn captured(&self) -> (std::result::Result<Captured, String>, Free) {
         let steps = self.call(|| self.end_capture()).map_err(|error| error.message);
         // The first failure is the cause of the others.
         let steps = match self.capture.end() {

@@ -4,7 +4,7 @@
 use super::devices::{self, Properties};
 use super::kernels::{Kernels, Resources};
 use super::null_driver;
-use super::pool::{Backing, Pool, Run, Usage};
+use super::pool::{Backing, Free, Pool, Usage};
 use super::staging::{Event, STAGING_BYTES, Staging};
 pub use super::streams::Stream;
 use super::streams::{Capture, InFlight, Works};
@@ -299,7 +299,7 @@ impl Gpu {
         }
     }
 
-    pub(super) fn release(&self, runs: Vec<Run>) {
+    pub(super) fn release(&self, runs: Free) {
         self.pool().release(runs, self);
     }
 }

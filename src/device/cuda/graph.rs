@@ -3,18 +3,18 @@
 use super::capture::Captured;
 use super::gpu::gpu;
 use super::null_driver;
-use super::pool::Run;
+use super::pool::Free;
 
 /// Graphs by key that are never replayed at the same time: they share the memory that they write to.
 #[derive(Debug)]
 pub struct Graphs<K> {
     graphs: Vec<(K, Captured)>,
-    held: Vec<Run>,
+    held: Free,
 }
 
 impl<K> Default for Graphs<K> {
     fn default() -> Self {
-        Self { graphs: Vec::new(), held: Vec::new() }
+        Self { graphs: Vec::new(), held: Free::new() }
     }
 }
 

@@ -16,9 +16,10 @@
 
 use crate::device::null;
 use crate::error::{Error, Kind, Result};
+use crate::sys::free_list::{FreeList, latest};
 pub use crate::sys::memory::Usage;
 use rustc_hash::FxHashMap;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 /// The source of runs.
 pub trait Backing {
@@ -31,7 +32,10 @@ pub trait Backing {
 }
 
 /// A run, by its address and its size.
-pub type Run = (u64, usize);
+type Run = (u64, usize);
+
+/// The addresses of free runs.
+pub type Free = FreeList<u64>;
 
 #[derive(Debug)]
 pub struct Pool {
@@ -39,12 +43,14 @@ pub struct Pool {
     chunks: BTreeMap<u64, usize>,
     /// Free stretches by address, and by size.
     free: BTreeMap<u64, usize>,
-    by_size: BTreeSet<(usize, u64)>,
+    by_size: Free,
     /// The sizes and owners of live runs.
     live: FxHashMap<u64, (usize, &'static str)>,
     owners: Vec<(&'static str, usize)>,
     /// Runs that were freed since the capture under way began.
-    captured: Option<Vec<Run>>,
+    captured: Option<Free>,
+    /// The number of runs that were freed within captures.
+    captured_count: u64,
     /// Free runs that copies may still read.
     in_flight: VecDeque<Run>,
     /// Whether runs have exactly the requested size and are returned to the driver at once.
@@ -75,10 +81,11 @@ impl Default for Pool {
         Self {
             chunks: BTreeMap::new(),
             free: BTreeMap::new(),
-            by_size: BTreeSet::new(),
+            by_size: Free::new(),
             live: FxHashMap::default(),
             owners: Vec::new(),
             captured: None,
+            captured_count: 0,
             in_flight: VecDeque::new(),
             exact: std::env::var_os(NO_CACHING).is_some(),
             is_null: false,
@@ -180,8 +187,8 @@ impl Pool {
 
     /// A part of the smallest free stretch that is large enough.
     fn cut(&mut self, size: usize) -> Option<u64> {
-        let (found, start) = self.by_size.range((size, 0)..).next().copied()?;
-        self.remove_free(start, found);
+        let (found, start) = self.by_size.take(size..)?;
+        self.free.remove(&start);
         let rest = found - size;
         if rest == 0 {
             return Some(start);
@@ -196,12 +203,12 @@ impl Pool {
 
     fn insert_free(&mut self, address: u64, size: usize) {
         self.free.insert(address, size);
-        self.by_size.insert((size, address));
+        self.by_size.insert(size, address, address);
     }
 
     fn remove_free(&mut self, address: u64, size: usize) {
         self.free.remove(&address);
-        self.by_size.remove(&(size, address));
+        self.by_size.remove(size, address);
     }
 
     /// Asks the driver for a run of `size`, and for more memory with it.
@@ -265,7 +272,8 @@ impl Pool {
         let (size, owner) = self.live.remove(&address).expect("memory is freed once");
         self.disown(size, owner);
         if let Some(captured) = &mut self.captured {
-            captured.push((address, size));
+            self.captured_count += 1;
+            captured.insert(size, latest(self.captured_count), address);
             self.add(size, GRAPHS);
         } else {
             self.keep((address, size), backing);
@@ -321,14 +329,10 @@ impl Pool {
     }
 
     fn pop_captured(&mut self, size: usize) -> Option<Run> {
-        let exact = self.exact && !self.is_null;
-        let captured = self.captured.as_mut()?;
-        let fits = |(_, (_, other)): &(usize, &Run)| *other == size || (!exact && *other > size);
-        // If several have the same size, the last one.
-        let (at, _) = captured.iter().enumerate().rev().filter(fits).min_by_key(|(_, (_, other))| *other)?;
-        let run = captured.remove(at);
-        self.disown(run.1, GRAPHS);
-        Some(run)
+        let most = if self.exact && !self.is_null { size } else { usize::MAX };
+        let (size, address) = self.captured.as_mut()?.take(size..=most)?;
+        self.disown(size, GRAPHS);
+        Some((address, size))
     }
 
     /// Returns entirely free chunks to the driver until at most `most` bytes are held or no such chunk is left. Does
@@ -353,19 +357,19 @@ impl Pool {
     }
 
     /// Begins to set aside freed runs. `held` are the runs of earlier captures, which this one uses, too.
-    pub fn begin_capture(&mut self, held: Vec<Run>) {
+    pub fn begin_capture(&mut self, held: Free) {
         assert!(self.captured.is_none(), "one graph is captured at a time");
         self.captured = Some(held);
     }
 
     /// The runs that this capture and earlier ones set aside. They count as in use until `release`.
-    pub fn end_capture(&mut self) -> Vec<Run> {
+    pub fn end_capture(&mut self) -> Free {
         self.captured.take().expect("a capture is under way")
     }
 
     /// Frees the runs that a graph held.
-    pub fn release(&mut self, runs: Vec<Run>, backing: &impl Backing) {
-        for (address, size) in runs {
+    pub fn release(&mut self, mut runs: Free, backing: &impl Backing) {
+        while let Some((size, address)) = runs.take(..) {
             self.disown(size, GRAPHS);
             self.keep((address, size), backing);
         }

@@ -1,20 +1,21 @@
-//! The free list of the arena: runs of memory in use, kept for the next request, lent in part, or returned to the
+//! The pool of the host's arena: runs of memory in use, kept for the next request, lent in part, or returned to the
 //! system.
 
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
+use crate::sys::free_list::{FreeList, latest};
 use crate::sys::memory::Usage;
 use crate::sys::pages::{HUGE, Pages, page_size};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 /// The hint if the limit is too low.
 pub const HINT: &str = "use more sequence or tensor ranks, a higher mesh.zero, mesh.offload, \
                         gradient.recompute = \"block\" or a smaller microbatch_tokens_max; \
                         or raise mesh.arena_bytes_max";
 
-pub(super) struct FreeList {
-    /// Kept runs by size, the longest unused first, each with its time of return.
-    kept: BTreeMap<usize, VecDeque<(u64, Pages)>>,
+pub(super) struct HostPool {
+    /// Kept runs. The most recently used of a size is taken first.
+    kept: FreeList<Pages>,
     /// The rests of lending runs, by the address of the live buffer.
     tails: BTreeMap<usize, Pages>,
     time: u64,
@@ -36,10 +37,10 @@ pub fn size_class(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(step)
 }
 
-impl FreeList {
+impl HostPool {
     pub const fn new() -> Self {
         let usage = Usage::NONE;
-        Self { kept: BTreeMap::new(), tails: BTreeMap::new(), time: 0, usage }
+        Self { kept: FreeList::new(), tails: BTreeMap::new(), time: 0, usage }
     }
 
     /// Counts `bytes` as in use.
@@ -70,7 +71,7 @@ impl FreeList {
 
     fn run_of(&mut self, bytes: usize) -> Result<Pages> {
         self.charge(bytes)?;
-        if let Some(pages) = self.pop(bytes) {
+        if let Some((_, pages)) = self.kept.take(bytes..=bytes) {
             return Ok(pages);
         }
         let most = bound(self.usage.peak, self.usage.limit);
@@ -101,19 +102,13 @@ impl FreeList {
             pages = pages.join(tail);
         }
         self.time += 1;
-        self.kept.entry(pages.bytes()).or_default().push_back((self.time, pages));
-    }
-
-    /// Takes the most recently used kept run of exactly `bytes`.
-    fn pop(&mut self, bytes: usize) -> Option<Pages> {
-        self.kept.get_mut(&bytes)?.pop_back().map(|(_, pages)| pages)
+        self.kept.insert(pages.bytes(), latest(self.time), pages);
     }
 
     /// Takes the first part of a kept run that is not much larger.
     fn lend(&mut self, bytes: usize) -> Option<Pages> {
-        let larger = self.kept.range(bytes + 1..=bytes + bytes / 4).find(|(_, list)| !list.is_empty());
-        let size = larger.map(|(size, _)| *size)?;
-        let (head, tail) = self.pop(size)?.split(bytes);
+        let (_, pages) = self.kept.take(bytes + 1..=bytes + bytes / 4)?;
+        let (head, tail) = pages.split(bytes);
         self.tails.insert(address(&head), tail);
         Some(head)
     }
@@ -122,16 +117,11 @@ impl FreeList {
     /// `most` bytes are held or nothing is left.
     pub fn shrink(&mut self, most: usize) {
         while self.usage.held > most {
-            let oldest = self.kept.iter().filter_map(|(size, list)| Some((list.front()?.0, *size))).min();
-            let pages = match oldest {
-                Some((_, size)) => self.kept.get_mut(&size).and_then(VecDeque::pop_front).map(|(_, pages)| pages),
-                None => self.tails.keys().next().copied().and_then(|at| self.tails.remove(&at)),
-            };
-            let Some(pages) = pages else { break };
+            let rest = |pool: &mut Self| pool.tails.pop_first().map(|(_, pages)| pages);
+            let Some(pages) = self.kept.take_last().or_else(|| rest(self)) else { break };
             self.usage.held -= pages.bytes();
             self.usage.resident -= pages.touched;
         }
-        self.kept.retain(|_, list| !list.is_empty());
     }
 
     /// Counts a mapped buffer that leaves memory.
@@ -164,22 +154,23 @@ fn address(pages: &Pages) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::VecDeque;
 
     const MIB: usize = 1 << 20;
 
-    fn list(limit: usize) -> FreeList {
-        let mut list = FreeList::new();
-        list.usage.limit = limit;
-        list
+    fn pool_of(limit: usize) -> HostPool {
+        let mut pool = HostPool::new();
+        pool.usage.limit = limit;
+        pool
     }
 
-    fn take_bytes(list: &mut FreeList, bytes: usize) -> Pages {
-        list.take_pages(bytes, bytes).expect("within the limit")
+    fn take_bytes(pool: &mut HostPool, bytes: usize) -> Pages {
+        pool.take_pages(bytes, bytes).expect("within the limit")
     }
 
-    fn give_all(list: &mut FreeList, all: impl IntoIterator<Item = Pages>) {
+    fn give_all(pool: &mut HostPool, all: impl IntoIterator<Item = Pages>) {
         for pages in all {
-            list.give(pages);
+            pool.give(pages);
         }
     }
 
@@ -195,68 +186,68 @@ mod tests {
 
     #[test]
     fn held_memory_never_exceeds_the_bound_for_any_order_of_sizes() {
-        let mut list = list(usize::MAX);
+        let mut pool = pool_of(usize::MAX);
         let mut live = VecDeque::new();
         for i in 0..2000 {
-            let pages = take_bytes(&mut list, size_class(1 + i * 7919 % 61 * MIB / 3));
+            let pages = take_bytes(&mut pool, size_class(1 + i * 7919 % 61 * MIB / 3));
             live.push_back(pages);
             while live.len() > 1 + i / 100 % 7 {
                 let first = live.pop_front().expect("it is longer");
-                list.give(first);
+                pool.give(first);
             }
-            let Usage { in_use, peak, held, .. } = list.usage;
-            assert!(in_use <= held && held <= bound(peak, usize::MAX), "{i}: {:?}", list.usage);
+            let Usage { in_use, peak, held, .. } = pool.usage;
+            assert!(in_use <= held && held <= bound(peak, usize::MAX), "{i}: {:?}", pool.usage);
         }
-        give_all(&mut list, live);
-        list.shrink(0);
-        assert_eq!((list.usage.in_use, list.usage.held, list.kept.len(), list.tails.len()), (0, 0, 0, 0));
+        give_all(&mut pool, live);
+        pool.shrink(0);
+        assert_eq!((pool.usage.in_use, pool.usage.held, pool.kept.len(), pool.tails.len()), (0, 0, 0, 0));
     }
 
     #[test]
     fn alternating_sizes_reuse_each_others_memory() {
-        let mut list = list(usize::MAX);
+        let mut pool = pool_of(usize::MAX);
         let mut fresh = Vec::new();
         for turn in 0..8 {
             let bytes = if turn % 2 == 0 { 64 * MIB } else { 56 * MIB };
-            let before = list.usage.held;
-            let all: Vec<Pages> = (0..10).map(|_| take_bytes(&mut list, bytes)).collect();
-            fresh.push(list.usage.held - before.min(list.usage.held));
-            give_all(&mut list, all);
+            let before = pool.usage.held;
+            let all: Vec<Pages> = (0..10).map(|_| take_bytes(&mut pool, bytes)).collect();
+            fresh.push(pool.usage.held - before.min(pool.usage.held));
+            give_all(&mut pool, all);
         }
         assert_eq!((fresh[0], &fresh[2..]), (640 * MIB, &[0; 6][..]), "bytes that each turn requested from the system");
     }
 
     #[test]
     fn kept_memory_is_freed_before_the_limit_and_memory_in_use_never_exceeds_it() {
-        let mut list = list(10 * MIB);
-        let pages = [take_bytes(&mut list, 4 * MIB), take_bytes(&mut list, 4 * MIB)];
-        give_all(&mut list, pages);
-        let large = take_bytes(&mut list, 6 * MIB);
-        assert_eq!((list.usage.in_use, list.usage.held), (6 * MIB, 10 * MIB));
-        let error = list.take_pages(5 * MIB, 0).expect_err("11 MiB are too many");
+        let mut pool = pool_of(10 * MIB);
+        let pages = [take_bytes(&mut pool, 4 * MIB), take_bytes(&mut pool, 4 * MIB)];
+        give_all(&mut pool, pages);
+        let large = take_bytes(&mut pool, 6 * MIB);
+        assert_eq!((pool.usage.in_use, pool.usage.held), (6 * MIB, 10 * MIB));
+        let error = pool.take_pages(5 * MIB, 0).expect_err("11 MiB are too many");
         assert_eq!(error.exit_code(), 2);
         let words =
             "a tensor of 5.0 MiB does not fit: 6.0 MiB are in use, and mesh.arena_bytes_max allows 10.0 MiB per rank";
         assert_eq!(error.message, words);
-        assert_eq!(list.usage.in_use, 6 * MIB, "a rejected request counts nothing");
-        list.give(large);
-        let lent = take_bytes(&mut list, 5 * MIB);
-        let rest = take_bytes(&mut list, 5 * MIB);
-        assert_eq!((list.usage.in_use, list.usage.held), (10 * MIB, 10 * MIB), "rests of lending runs are returned");
+        assert_eq!(pool.usage.in_use, 6 * MIB, "a rejected request counts nothing");
+        pool.give(large);
+        let lent = take_bytes(&mut pool, 5 * MIB);
+        let rest = take_bytes(&mut pool, 5 * MIB);
+        assert_eq!((pool.usage.in_use, pool.usage.held), (10 * MIB, 10 * MIB), "rests of lending runs are returned");
         drop((lent, rest));
     }
 
     #[test]
     fn the_bytes_of_an_evicted_buffer_are_available_to_others() {
-        let mut list = list(10 * MIB);
-        list.usage.evicted = 6 * MIB;
-        list.bring(6 * MIB).expect("they fit");
-        assert!(list.take_pages(6 * MIB, 0).is_err());
-        list.evict(6 * MIB);
-        let pages = take_bytes(&mut list, 6 * MIB);
-        assert!(list.bring(6 * MIB).is_err());
-        list.give(pages);
-        list.bring(6 * MIB).expect("they fit again");
-        assert_eq!((list.usage.in_use, list.usage.held, list.usage.peak), (6 * MIB, 6 * MIB, 6 * MIB));
+        let mut pool = pool_of(10 * MIB);
+        pool.usage.evicted = 6 * MIB;
+        pool.bring(6 * MIB).expect("they fit");
+        assert!(pool.take_pages(6 * MIB, 0).is_err());
+        pool.evict(6 * MIB);
+        let pages = take_bytes(&mut pool, 6 * MIB);
+        assert!(pool.bring(6 * MIB).is_err());
+        pool.give(pages);
+        pool.bring(6 * MIB).expect("they fit again");
+        assert_eq!((pool.usage.in_use, pool.usage.held, pool.usage.peak), (6 * MIB, 6 * MIB, 6 * MIB));
     }
 }
