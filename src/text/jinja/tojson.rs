@@ -1,10 +1,12 @@
 //! `json.dumps` of Python, which `transformers` provides to chat templates as `tojson`: no HTML escapes, separators `",
 //! "` and `": "`, non-ASCII kept.
 
-use std::fmt::Write;
+use std::io::{self, Write};
 
 use minijinja::Error;
 use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
+use serde::ser::{self, Serialize, SerializeMap, Serializer};
+use serde_json::ser::Formatter;
 
 use super::generators::is_generator;
 use super::python::{bind, error, float, order, pairs, type_name};
@@ -31,101 +33,149 @@ pub fn tojson(value: &Value, more: Rest<ValueOrKwargs>) -> Result<Value, Error> 
         None => [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
     };
     let [ascii, sort] = [ascii, sort].map(|flag| flag.is_some_and(|flag| flag.is_true()));
-    let style = Style { indent, item, key, ascii, sort };
-    let mut text = String::new();
-    style.write(value, 0, &mut text)?;
-    Ok(Value::from_safe_string(text))
+    let style = Style { indent, item, key, ascii, depth: 0, is_empty: false };
+    let mut text = Vec::new();
+    let mut writer = serde_json::Serializer::with_formatter(&mut text, style);
+    Json { value, sort }.serialize(&mut writer).map_err(|e| error(format!("tojson: {e}")))?;
+    Ok(Value::from_safe_string(String::from_utf8(text).expect("JSON is text")))
 }
 
+/// How lists and dicts are written.
 struct Style {
     indent: Option<String>,
     item: String,
     key: String,
     ascii: bool,
-    sort: bool,
+    depth: usize,
+    is_empty: bool,
 }
 
 impl Style {
-    fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
-        if depth > DEPTH_MAX {
-            return Err(error(format!("tojson: at most {DEPTH_MAX} levels")));
+    fn begin<W: Write + ?Sized>(&mut self, out: &mut W, mark: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.is_empty = true;
+        if self.depth > DEPTH_MAX {
+            return Err(io::Error::other(format!("at most {DEPTH_MAX} levels")));
         }
+        out.write_all(mark)
+    }
+
+    fn end<W: Write + ?Sized>(&mut self, out: &mut W, mark: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if !self.is_empty {
+            self.line(out)?;
+        }
+        self.is_empty = false;
+        out.write_all(mark)
+    }
+
+    fn item<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.is_empty = false;
+        if !first {
+            out.write_all(self.item.as_bytes())?;
+        }
+        self.line(out)
+    }
+
+    fn line<W: Write + ?Sized>(&self, out: &mut W) -> io::Result<()> {
+        self.indent.as_ref().map_or(Ok(()), |indent| write!(out, "\n{}", indent.repeat(self.depth)))
+    }
+}
+
+impl Formatter for Style {
+    fn begin_array<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.begin(out, b"[")
+    }
+
+    fn end_array<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.end(out, b"]")
+    }
+
+    fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.item(out, first)
+    }
+
+    fn begin_object<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.begin(out, b"{")
+    }
+
+    fn end_object<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        self.end(out, b"}")
+    }
+
+    fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.item(out, first)
+    }
+
+    fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(self.key.as_bytes())
+    }
+
+    fn write_string_fragment<W: Write + ?Sized>(&mut self, out: &mut W, fragment: &str) -> io::Result<()> {
+        if !self.ascii {
+            return out.write_all(fragment.as_bytes());
+        }
+        for c in fragment.chars() {
+            if (' '..='~').contains(&c) {
+                write!(out, "{c}")?;
+            } else {
+                c.encode_utf16(&mut [0; 2]).iter().try_for_each(|unit| write!(out, "\\u{unit:04x}"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the text of a scalar as it is. `serde_json` itself writes NaN as null, and no other value here is bytes.
+    fn write_byte_array<W: Write + ?Sized>(&mut self, out: &mut W, text: &[u8]) -> io::Result<()> {
+        out.write_all(text)
+    }
+}
+
+struct Json<'a> {
+    value: &'a Value,
+    /// Whether dicts are sorted by key.
+    sort: bool,
+}
+
+impl Serialize for Json<'_> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let Self { value, sort } = *self;
         match value.kind() {
-            ValueKind::String => self.string(value.as_str().unwrap_or_default(), out),
+            ValueKind::String => to.serialize_str(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable if !is_generator(value) => {
-                let items = value.try_iter()?.map(|item| (None, item));
-                self.group(['[', ']'], items, depth, out)?;
+                let items: Vec<Value> = value.try_iter().map_err(failed)?.collect();
+                to.collect_seq(items.iter().map(|value| Json { value, sort }))
             }
             ValueKind::Map => {
                 let mut fields = pairs(value);
-                if self.sort {
-                    let mut failed = Ok(());
-                    fields.sort_by(|(a, _), (b, _)| {
-                        order(a, b).unwrap_or_else(|e| {
-                            failed = Err(e);
-                            std::cmp::Ordering::Equal
-                        })
-                    });
-                    failed?;
+                if sort {
+                    sort_by_key(&mut fields).map_err(failed)?;
                 }
-                self.group(['{', '}'], fields.into_iter().map(|(name, item)| (Some(name), item)), depth, out)?;
-            }
-            _ => out.push_str(&scalar(value)?),
-        }
-        Ok(())
-    }
-
-    fn group(
-        &self,
-        marks: [char; 2],
-        items: impl Iterator<Item = (Option<Value>, Value)>,
-        depth: usize,
-        out: &mut String,
-    ) -> Result<(), Error> {
-        out.push(marks[0]);
-        let mut is_empty = true;
-        for (name, item) in items {
-            if !is_empty {
-                out.push_str(&self.item);
-            }
-            is_empty = false;
-            self.line(depth + 1, out);
-            if let Some(name) = name {
-                let text = name.as_str().map_or_else(|| scalar(&name), |text| Ok(text.to_owned()))?;
-                self.string(&text, out);
-                out.push_str(&self.key);
-            }
-            self.write(&item, depth + 1, out)?;
-        }
-        if !is_empty {
-            self.line(depth, out);
-        }
-        out.push(marks[1]);
-        Ok(())
-    }
-
-    fn line(&self, depth: usize, out: &mut String) {
-        if let Some(indent) = &self.indent {
-            out.push('\n');
-            for _ in 0..depth {
-                out.push_str(indent);
-            }
-        }
-    }
-
-    fn string(&self, text: &str, out: &mut String) {
-        // Escapes as in Python: short ones, and `\u001f` in lower case.
-        for c in serde_json::Value::from(text).to_string().chars() {
-            if self.ascii && !(' '..='~').contains(&c) {
-                let mut units = [0u16; 2];
-                for unit in c.encode_utf16(&mut units) {
-                    let _ = write!(out, "\\u{unit:04x}");
+                let mut map = to.serialize_map(None)?;
+                for (name, value) in &fields {
+                    let text = name.as_str().map_or_else(|| scalar(name), |text| Ok(text.to_owned()));
+                    map.serialize_entry(&text.map_err(failed)?, &Json { value, sort })?;
                 }
-            } else {
-                out.push(c);
+                map.end()
             }
+            _ => to.serialize_bytes(scalar(value).map_err(failed)?.as_bytes()),
         }
     }
+}
+
+fn failed<E: ser::Error>(error: Error) -> E {
+    E::custom(error.detail().unwrap_or_default())
+}
+
+fn sort_by_key(fields: &mut [(Value, Value)]) -> Result<(), Error> {
+    let mut done = Ok(());
+    fields.sort_by(|(a, _), (b, _)| {
+        order(a, b).unwrap_or_else(|e| {
+            done = Err(e);
+            std::cmp::Ordering::Equal
+        })
+    });
+    done
 }
 
 /// A value that is neither a text nor a list nor a dict.
@@ -139,6 +189,6 @@ fn scalar(value: &Value) -> Result<String, Error> {
             number if number.is_infinite() => if number > 0.0 { "Infinity" } else { "-Infinity" }.to_owned(),
             number => float(number),
         }),
-        _ => Err(error(format!("tojson: {} is no JSON value", type_name(value)))),
+        _ => Err(error(format!("{} is no JSON value", type_name(value)))),
     }
 }
