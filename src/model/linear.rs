@@ -79,9 +79,11 @@ impl Linear {
             Output { w, bias, y }
         });
         matmul::forward_each(x, outputs);
-        for (y, linear) in results.iter_mut().zip(linears) {
-            if let Some(adapter) = &linear.adapter {
-                adapter.add(w, &adapter.inner(w, x), y);
+        let adapters = linears.map(|linear| linear.adapter.as_ref());
+        let inners = Adapter::inner_each(w, x, adapters);
+        for ((y, adapter), inner) in results.iter_mut().zip(adapters).zip(&inners) {
+            if let (Some(adapter), Some(inner)) = (adapter, inner) {
+                adapter.add(w, inner, y);
             }
         }
         results
@@ -193,6 +195,28 @@ impl Adapter {
         matmul::forward(x, a, None, &mut inner, Into::Overwrite);
         scale::by(self.scale, &mut inner);
         inner
+    }
+
+    /// The same for each adapter. If there are as many as matrices, they are one call to the threads: alone, a product with
+    /// so few outputs uses one of them.
+    fn inner_each<const N: usize>(w: &Unit, x: &Tensor, adapters: [Option<&Self>; N]) -> [Option<Tensor>; N] {
+        if N == 1 || adapters.iter().any(Option::is_none) {
+            return adapters.map(|adapter| adapter.map(|adapter| adapter.inner(w, x)));
+        }
+        let each = adapters.map(|adapter| adapter.expect("every matrix has one"));
+        let mut inners = each.map(|adapter| x.like(x.rows(), w.weight(adapter.a).n));
+        let mut all = inners.iter_mut();
+        matmul::forward_each(
+            x,
+            each.map(|adapter| {
+                let y = all.next().expect("as many results as adapters");
+                Output { w: w.weight(adapter.a).into(), bias: None, y }
+            }),
+        );
+        for (inner, adapter) in inners.iter_mut().zip(each) {
+            scale::by(adapter.scale, inner);
+        }
+        inners.map(Some)
     }
 
     /// The same for sharded inputs: a sum over ranks.
