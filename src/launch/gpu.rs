@@ -330,6 +330,12 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
 /// What of an architecture no GPU kernel computes, by its key in config.json.
 fn without_kernel(arch: &Arch) -> Option<&'static str> {
     let [scores, queries] = ["attn_logit_softcapping", "llama_4_scaling_beta"];
+    if arch.deltas().next().is_some() {
+        return Some("linear_attention");
+    }
+    if arch.attention().has_gate {
+        return Some("attn_output_gate");
+    }
     if arch.attentions().any(|layer| layer.softcap.is_some()) {
         return Some(scores);
     }

@@ -114,7 +114,7 @@ pub fn check_sampling(
     }
     let response = rollout::new_tokens_max(config, prompt, arch.context);
     let tokens = cached_tokens_max(prompt, response);
-    let pages = |group: &CacheGroup| held_max(group.window, tokens, config.prefill_tokens_max);
+    let pages = |group: &CacheGroup| held_max(group.kept, tokens, config.prefill_tokens_max);
     let groups = transformer.cache_groups().iter().map(pages);
     let needed: usize = groups.zip(transformer.kv_page_bytes(dtype)).map(|(pages, bytes)| pages * bytes).sum();
     // 0 bytes: the cache has no limit of its own.

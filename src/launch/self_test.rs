@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::learn::packed::PackedRow;
-use crate::model::{Arch, AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
+use crate::model::{Arch, AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, Feed, Mixer};
 use crate::model::{Gradients, Head, Saved, TensorPart, Transformer, Weights, init};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, Model, requests};
@@ -46,10 +46,18 @@ const SEED: u64 = 17;
 fn small(arch: &Arch) -> Arch {
     let width = arch.width.min(WIDTH_MAX);
     let block = |block: &BlockSpec| {
-        let (attention, mlp) = (*block.attention(), *block.mlp());
-        let (sharing, kv_heads) = (attention.heads / attention.kv_heads, attention.kv_heads.min(2));
-        let window = attention.window.map(|keys| keys.min(WINDOW_MAX));
-        let mixer = Mixer::Attention(AttentionSpec { heads: sharing * kv_heads, kv_heads, window, ..attention });
+        let mlp = *block.mlp();
+        let mixer = match block.mixer {
+            Mixer::Attention(attention) => {
+                let (sharing, kv_heads) = (attention.heads / attention.kv_heads, attention.kv_heads.min(2));
+                let window = attention.window.map(|keys| keys.min(WINDOW_MAX));
+                Mixer::Attention(AttentionSpec { heads: sharing * kv_heads, kv_heads, window, ..attention })
+            }
+            Mixer::Delta(delta) => {
+                let (sharing, key_heads) = (delta.value_heads / delta.key_heads, delta.key_heads.min(2));
+                Mixer::Delta(DeltaSpec { value_heads: sharing * key_heads, key_heads, ..delta })
+            }
+        };
         let feed = Feed::Dense(DenseSpec { width: mlp.width.min(MLP_WIDTH_MAX), ..mlp });
         BlockSpec { mixer, feed, ..*block }
     };
@@ -278,7 +286,7 @@ mod tests {
             "use_sliding_window": true, "sliding_window": 4096, "layer_types": layer_types});
         let arch = Arch::from_config(shape.as_object().expect("an object")).expect("a known family");
         let small = small(&arch);
-        let [first, second] = [0, 1].map(|layer| small.blocks[layer].attention());
+        let [first, second] = [0, 1].map(|layer| small.blocks[layer].attention().expect("attention"));
         assert_eq!((first.heads, first.kv_heads, first.head_dim, first.qkv_bias), (14, 2, 128, true));
         assert_eq!((first.window, second.window, small.blocks.len()), (None, Some(24), 2));
         assert_eq!((small.width, small.vocabulary % 8, small.tied), (1024, 50_257 % 8, arch.tied));

@@ -1,7 +1,7 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::bitsandbytes::{self, QUANTIZATION};
-use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, NormSpec};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, NormSpec};
 use super::blocks::{Blocks, positive};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::families::{BIDIRECTIONAL, Embedded, Family, Number, Windows};
@@ -207,7 +207,7 @@ impl Arch {
     /// The dimensions as text: `llama, 4 layers, width 128, 4/2 heads of 32, MLP 352, vocabulary 264`.
     pub fn shape(&self) -> String {
         let Self { blocks, width, vocabulary, .. } = self;
-        let (layers, AttentionSpec { heads, kv_heads, head_dim, .. }) = (blocks.len(), blocks[0].attention());
+        let (layers, AttentionSpec { heads, kv_heads, head_dim, .. }) = (blocks.len(), self.attention());
         let (name, plural, mlp_width) = (self.family.name, if layers == 1 { "" } else { "s" }, blocks[0].mlp().width);
         format!(
             "{name}, {layers} layer{plural}, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, \
@@ -325,7 +325,7 @@ impl Arch {
     /// # Errors
     /// `Data` if they do not fit the heads.
     pub fn rotations(&self) -> Result<Vec<Rotation>> {
-        let head_dim = self.blocks[0].attention().head_dim;
+        let head_dim = self.attention().head_dim;
         self.ropes.iter().map(|rope| rope.rotation(head_dim, self.context)).collect()
     }
 
@@ -335,9 +335,22 @@ impl Arch {
         HeadRows::new(spec.head_dim, rotated, self.family.files.is_interleaved)
     }
 
-    /// The attention of the layers.
+    /// The attention of the layers that have it.
     pub fn attentions(&self) -> impl Iterator<Item = &AttentionSpec> {
-        self.blocks.iter().map(BlockSpec::attention)
+        self.blocks.iter().filter_map(BlockSpec::attention)
+    }
+
+    /// The attention of the first layer that has it.
+    ///
+    /// # Panics
+    /// If no layer has it, which `Blocks::read` rejects.
+    pub fn attention(&self) -> &AttentionSpec {
+        self.attentions().next().expect("a layer with attention")
+    }
+
+    /// The gated delta rule of the layers that have it.
+    pub fn deltas(&self) -> impl Iterator<Item = &DeltaSpec> {
+        self.blocks.iter().filter_map(BlockSpec::delta)
     }
 
     /// The MLPs of the layers.

@@ -1,4 +1,5 @@
-//! Attention: y = Wo attend(rope(norm(Wq n)), rope(norm(Wk n)), Wv n).
+//! Attention: y = Wo (attend(rope(norm(Wq n)), rope(norm(Wk n)), Wv n) sigmoid(g)), where g is the gate of each query head
+//! or absent.
 //!
 //! Dims: t tokens, d width, h query heads, g key/value heads, e head dim.
 
@@ -6,7 +7,7 @@ use super::arch::Arch;
 use super::block_spec::AttentionSpec;
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
-use super::file_rows::FileRows;
+use super::file_rows::{FileRows, HeadRows};
 use super::head_norm::HeadNorm;
 use super::kv_copies::KvCopies;
 use super::linear::Linear;
@@ -14,6 +15,8 @@ use super::params::ParamTable;
 use super::part::Cut;
 use super::weights::Gradients;
 use crate::ops::attention::{self, AttentionShape, Packed};
+use crate::ops::columns;
+use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
 use crate::ops::rope;
 use crate::tensor::Tensor;
@@ -27,6 +30,8 @@ pub(super) struct Attention {
     o: Linear,
     q_norm: Option<HeadNorm>,
     k_norm: Option<HeadNorm>,
+    /// Whether each head of q has a gate after it.
+    has_gate: bool,
     /// The index of the rotary table.
     rope: usize,
     /// The heads that this rank holds.
@@ -48,6 +53,8 @@ pub(super) struct AttentionSaved {
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    /// The gate, and the gated result (t, h*e)
+    gated: Option<[Tensor; 2]>,
 }
 
 impl AttentionSaved {
@@ -71,10 +78,12 @@ impl Attention {
         let (part, hidden) = (table.tensor_part(), Cut::Whole(arch.width));
         let shape = spec.shape(part);
         let joined = [spec.queries(), spec.keys(), spec.keys()].map(Cut::size);
+        let queries = if spec.has_gate { spec.gated_queries() } else { spec.queries() };
         let mut linear = |i: usize, part: &str, outputs: Cut| {
             let name_of = |part: &str| format!("{name}.{part}_proj");
             // Values are not rotated.
             let heads = arch.head_rows(spec).filter(|_| part != "v");
+            let heads = heads.map(|heads| HeadRows { has_gate: spec.has_gate && part == "q", ..heads });
             let file = if arch.family.files.joins_qkv {
                 let (first, of) = (joined[..i].iter().sum(), joined.iter().sum());
                 Some(FileRows { tensor: name_of("qkv"), first, of, heads })
@@ -83,11 +92,38 @@ impl Attention {
             };
             Linear::declare_in(table, file.as_ref(), &name_of(part), [outputs, hidden], spec.qkv_bias)
         };
-        let (q, k, v) = (linear(0, "q", spec.queries()), linear(1, "k", spec.keys()), linear(2, "v", spec.keys()));
-        let mut norm = |part: &str, cut| HeadNorm::declare(table, &format!("{name}.{part}_norm"), spec, cut, arch.norm);
+        let (q, k, v) = (linear(0, "q", queries), linear(1, "k", spec.keys()), linear(2, "v", spec.keys()));
+        let rows = arch.head_rows(spec);
+        let mut norm =
+            |part: &str, cut| HeadNorm::declare(table, &format!("{name}.{part}_norm"), spec, cut, (arch.norm, rows));
         let (q_norm, k_norm) = (norm("q", spec.queries()), norm("k", spec.keys()));
         let o = Linear::declare(table, &format!("{name}.o_proj"), [hidden, spec.queries()], spec.o_bias);
-        Self { q, k, v, o, q_norm, k_norm, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
+        let has_gate = spec.has_gate;
+        Self { q, k, v, o, q_norm, k_norm, has_gate, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
+    }
+}
+
+impl Attention {
+    /// Queries and gates (t, h*e) from heads of both (t, h*2e).
+    fn split(&self, both: &Tensor) -> (Tensor, Option<Tensor>) {
+        let (e, width) = (self.shape.head_dim, both.width() / 2);
+        let [mut q, mut gate] = [both.like(both.rows(), width), both.like(both.rows(), width)];
+        for at in (0..width).step_by(e) {
+            columns::copy(both, 2 * at, &mut q, at, e);
+            columns::copy(both, 2 * at + e, &mut gate, at, e);
+        }
+        (q, Some(gate))
+    }
+
+    /// The reverse of `split`.
+    fn join(&self, q: &Tensor, gate: &Tensor) -> Tensor {
+        let e = self.shape.head_dim;
+        let mut both = q.like(q.rows(), 2 * q.width());
+        for at in (0..q.width()).step_by(e) {
+            columns::copy(q, at, &mut both, 2 * at, e);
+            columns::copy(gate, at, &mut both, 2 * at + e, e);
+        }
+        both
     }
 }
 
@@ -97,6 +133,7 @@ impl Body for Attention {
     fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> AttentionSaved {
         let (shape, t, rope_table) = (&self.shape, n.rows(), &c.ropes[self.rope]);
         let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
+        let (q, gate) = if self.has_gate { self.split(&q) } else { (q, None) };
         let (mut q, q_raw) = normed(c, q, self.q_norm.as_ref());
         let (mut k, k_raw) = normed(c, k, self.k_norm.as_ref());
         let (o, lse) = match keys {
@@ -113,12 +150,19 @@ impl Body for Attention {
                 // Only packed keys have a backward, which asks for k and lse.
                 (o, q.statistics(0, shape.heads))
             }
+            LayerKeys::State(..) => unreachable!("attention has a cache of keys"),
         };
-        AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse }
+        let gated = gate.map(|gate| {
+            let mut y = o.like(t, o.width());
+            glu::forward(Activation::Sigmoid, &gate, &o, &mut y);
+            [gate, y]
+        });
+        AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse, gated }
     }
 
     fn add(&self, c: Context, saved: &AttentionSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.o.forward_onto(c, &saved.o, x, keeps)
+        let o = saved.gated.as_ref().map_or(&saved.o, |[_, y]| y);
+        self.o.forward_onto(c, o, x, keeps)
     }
 
     fn backward(
@@ -129,13 +173,19 @@ impl Body for Attention {
         dy: &Tensor,
         grads: &mut Gradients,
     ) -> Tensor {
-        let AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse } = saved;
+        let AttentionSaved { n, q_raw, k_raw, q, k, v, o, lse, gated } = saved;
         let mut d_o = o.like(o.rows(), o.width());
-        self.o.backward_onto(c, &o, dy, &mut d_o, grads);
+        self.o.backward_onto(c, gated.as_ref().map_or(&o, |[_, y]| y), dy, &mut d_o, grads);
+        let d_gate = gated.map(|[gate, y]| {
+            let (mut d_gate, d_y) = (y, std::mem::replace(&mut d_o, o.like(o.rows(), o.width())));
+            glu::backward(Activation::Sigmoid, &gate, &o, &d_y, &mut d_gate, &mut d_o);
+            d_gate
+        });
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, &c.ropes[self.rope]);
         let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
+        let dq = if let Some(d_gate) = d_gate { self.join(&dq, &d_gate) } else { dq };
         let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c, &n, &dq, &mut dn, Into::Overwrite, grads);

@@ -1,27 +1,27 @@
-//! One layer: x1 = x0 + attention(norm(x0)), x2 = x1 + mlp(norm(x1)), or with norms at other places (`Norms`).
+//! One layer: x1 = x0 + mixer(norm(x0)), x2 = x1 + mlp(norm(x1)), or with norms at other places (`Norms`).
 
 use super::arch::Arch;
-use super::attention::{Attention, AttentionSaved};
-use super::block_spec::{BlockSpec, Feed, Mixer};
+use super::block_spec::{BlockSpec, Feed};
 use super::branch::{Branch, BranchSaved, KeepBranch};
 use super::context::{Context, LayerKeys};
+use super::mixer::{Mixer, MixerSaved};
 use super::mlp::{Mlp, MlpSaved};
 use super::norm::Norm;
 use super::params::ParamTable;
 use super::weights::Gradients;
-use crate::ops::attention::{AttentionShape, Packed};
+use crate::ops::attention::Packed;
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
 pub(super) struct Block {
-    attention: Branch<Attention>,
+    mixer: Branch<Mixer>,
     mlp: Branch<Mlp>,
 }
 
 /// The activations that the backward of a block needs.
 #[derive(Debug)]
 pub(super) struct BlockSaved {
-    attention: BranchSaved<AttentionSaved>,
+    mixer: BranchSaved<MixerSaved>,
     /// `None` if it is recomputed from the block's input.
     mlp: Option<BranchSaved<MlpSaved>>,
 }
@@ -33,11 +33,11 @@ impl BlockSaved {
             0 => "the embedding".to_string(),
             _ => format!("the output of layer {}", layer - 1),
         };
-        let attention = self.attention.inner.iter().flat_map(|inner| inner.body.results());
+        let mixer = self.mixer.inner.iter().flat_map(|inner| inner.body.results());
         let x1 = self.mlp.iter().map(|mlp| ("attention's output projection", &mlp.x));
         let mlp = self.mlp.iter().filter_map(|mlp| mlp.inner.as_ref()).flat_map(|inner| inner.body.results());
-        let inner = attention.chain(x1).chain(mlp).map(|(what, result)| (format!("{what} of layer {layer}"), result));
-        [(before, &self.attention.x)].into_iter().chain(inner).collect()
+        let inner = mixer.chain(x1).chain(mlp).map(|(what, result)| (format!("{what} of layer {layer}"), result));
+        [(before, &self.mixer.x)].into_iter().chain(inner).collect()
     }
 }
 
@@ -66,14 +66,14 @@ impl Block {
     /// Declares the parameters of layer `layer`.
     pub(super) fn declare(table: &mut ParamTable, arch: &Arch, layer: usize, spec: &BlockSpec) -> Self {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
-        let (Mixer::Attention(attention), Feed::Dense(mlp)) = (&spec.mixer, &spec.feed);
+        let Feed::Dense(mlp) = &spec.feed;
         let norm = |table: &mut ParamTable, part: Option<&str>| {
             part.map(|part| Norm::declare(table, &name(part), arch.width, arch.norm))
         };
         let [before, after] = spec.norms.attention;
-        let attention = Branch {
+        let mixer = Branch {
             pre: norm(table, before),
-            body: Attention::declare(table, &name("self_attn"), arch, attention),
+            body: Mixer::declare(table, &format!("model.layers.{layer}"), arch, &spec.mixer),
             post: norm(table, after),
             scale: spec.residual_scale,
         };
@@ -84,21 +84,20 @@ impl Block {
             post: norm(table, after),
             scale: spec.residual_scale,
         };
-        Self { attention, mlp }
+        Self { mixer, mlp }
     }
 
-    /// The shape of this rank's part of the attention.
-    pub(super) fn shape(&self) -> &AttentionShape {
-        &self.attention.body.shape
+    pub(super) fn mixer(&self) -> &Mixer {
+        &self.mixer.body
     }
 
     /// `x` holds x0 before the call and x2 after it. Kept x0 and x1 are not copied: the next sum gets memory of its
     /// own.
     pub(super) fn forward(&self, c: Context, x: &mut Tensor, mut keys: LayerKeys, keep: Keep) -> Option<BlockSaved> {
-        let [keep_attention, keep_mlp] = keep.of_branches();
-        let attention = self.attention.forward(c, x, &mut keys, keep_attention);
+        let [keep_mixer, keep_mlp] = keep.of_branches();
+        let mixer = self.mixer.forward(c, x, &mut keys, keep_mixer);
         let mlp = self.mlp.forward(c, x, &mut keys, keep_mlp);
-        Some(BlockSaved { attention: attention?, mlp })
+        Some(BlockSaved { mixer: mixer?, mlp })
     }
 
     /// dx0 from dx2, in place in `dx`.
@@ -110,15 +109,15 @@ impl Block {
         dx: &mut Tensor,
         grads: &mut Gradients,
     ) {
-        let BlockSaved { attention, mlp } = saved;
-        let (attention, mlp) = if let Some(mlp) = mlp {
-            (attention, mlp)
+        let BlockSaved { mixer, mlp } = saved;
+        let (mixer, mlp) = if let Some(mlp) = mlp {
+            (mixer, mlp)
         } else {
-            let (mut x, keys) = (attention.x, &mut LayerKeys::Packed(packed));
-            let attention = self.attention.forward(c, &mut x, keys, KeepBranch::Everything);
-            (attention.expect("everything is kept"), BranchSaved { x, inner: None })
+            let (mut x, keys) = (mixer.x, &mut LayerKeys::Packed(packed));
+            let mixer = self.mixer.forward(c, &mut x, keys, KeepBranch::Everything);
+            (mixer.expect("everything is kept"), BranchSaved { x, inner: None })
         };
         self.mlp.backward(c, packed, mlp, dx, grads);
-        self.attention.backward(c, packed, attention, dx, grads);
+        self.mixer.backward(c, packed, mixer, dx, grads);
     }
 }

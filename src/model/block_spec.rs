@@ -2,6 +2,7 @@
 
 use super::part::{Cut, TensorPart};
 use crate::ops::attention::AttentionShape;
+use crate::ops::delta::DeltaShape;
 use crate::ops::glu::Activation;
 
 /// One layer.
@@ -18,6 +19,7 @@ pub struct BlockSpec {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mixer {
     Attention(AttentionSpec),
+    Delta(DeltaSpec),
 }
 
 /// The second branch of a layer: each token alone.
@@ -89,6 +91,19 @@ pub struct AttentionSpec {
     pub qkv_bias: bool,
     pub o_bias: bool,
     pub qk_norm: QkNorm,
+    /// Whether each query head has a gate: its result times sigmoid(gate).
+    pub has_gate: bool,
+}
+
+/// The gated delta rule. Value head h reads key head h / (value_heads / key_heads).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaSpec {
+    pub key_heads: usize,
+    pub value_heads: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// The number of inputs of each convolution.
+    pub taps: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +119,11 @@ impl AttentionSpec {
     /// The cut of all query heads.
     pub fn queries(&self) -> Cut {
         Cut::Heads { queries: self.heads, group: 1, head_dim: self.head_dim }
+    }
+
+    /// The cut of all query heads, each with its gate.
+    pub fn gated_queries(&self) -> Cut {
+        Cut::Heads { queries: self.heads, group: 1, head_dim: 2 * self.head_dim }
     }
 
     /// The cut of all key (or value) heads.
@@ -134,6 +154,33 @@ impl AttentionSpec {
     }
 }
 
+impl DeltaSpec {
+    /// The cut of the columns of all key (or query) heads.
+    pub fn keys(&self) -> Cut {
+        Cut::Heads { queries: self.key_heads, group: 1, head_dim: self.key_dim }
+    }
+
+    /// The cut of the columns of all value heads.
+    pub fn values(&self) -> Cut {
+        Cut::Heads { queries: self.value_heads, group: 1, head_dim: self.value_dim }
+    }
+
+    /// The cut of one number for each value head.
+    pub fn heads(&self) -> Cut {
+        Cut::Heads { queries: self.value_heads, group: 1, head_dim: 1 }
+    }
+
+    /// The heads that a rank of the tensor axis computes.
+    pub fn shape(&self, part: TensorPart) -> DeltaShape {
+        DeltaShape {
+            key_heads: self.keys().heads(part).len(),
+            value_heads: self.heads().heads(part).len(),
+            key_dim: self.key_dim,
+            value_dim: self.value_dim,
+        }
+    }
+}
+
 impl DenseSpec {
     /// The cut of the inner width.
     pub fn cut(&self) -> Cut {
@@ -142,9 +189,12 @@ impl DenseSpec {
 }
 
 impl BlockSpec {
-    pub fn attention(&self) -> &AttentionSpec {
-        let Mixer::Attention(attention) = &self.mixer;
-        attention
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        if let Mixer::Attention(attention) = &self.mixer { Some(attention) } else { None }
+    }
+
+    pub fn delta(&self) -> Option<&DeltaSpec> {
+        if let Mixer::Delta(delta) = &self.mixer { Some(delta) } else { None }
     }
 
     pub fn mlp(&self) -> &DenseSpec {

@@ -1,7 +1,7 @@
 //! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
 
-use super::block_spec::{AttentionSpec, BlockSpec, DenseSpec, Feed, Mixer};
-use super::config_json::{FULL, Reader, SLIDING};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, Feed, Mixer};
+use super::config_json::{FULL, LINEAR, Reader, SLIDING};
 use super::families::{Bias, Family, Number, Scores, Windows};
 use super::rope::{Rope, Scaling};
 use crate::error::Result;
@@ -38,7 +38,9 @@ impl Blocks {
             qkv_bias: bias(family.qkv_bias)?,
             o_bias: bias(family.o_bias)?,
             qk_norm: family.qk_norm,
+            has_gate: family.is_hybrid,
         };
+        let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
         let feed = Feed::Dense(DenseSpec {
             width: c.count_needed("intermediate_size")?,
             activation: activation(c, family)?,
@@ -47,8 +49,11 @@ impl Blocks {
         });
         let residual_scale = positive(c, family.residual_scale)?.unwrap_or(1.0);
         let (kinds, ropes) = kinds(c, family, layers, context)?;
-        let block = |Kind { window, rope }| {
-            let mixer = Mixer::Attention(AttentionSpec { window, rope, ..attention });
+        let block = |Kind { window, rope, is_linear }| {
+            let mixer = match delta {
+                Some(delta) if is_linear => Mixer::Delta(delta),
+                _ => Mixer::Attention(AttentionSpec { window, rope, ..attention }),
+            };
             BlockSpec { mixer, feed, norms: family.norms, residual_scale }
         };
         Ok(Self { blocks: kinds.into_iter().map(block).collect(), ropes })
@@ -61,6 +66,49 @@ struct Kind {
     window: Option<usize>,
     /// The index of its rope.
     rope: usize,
+    /// Whether it has the gated delta rule instead of attention.
+    is_linear: bool,
+}
+
+/// The key that names the gates of query heads.
+const GATE: &str = "attn_output_gate";
+
+/// The gated delta rule of a family that has it.
+fn delta(c: &Reader) -> Result<DeltaSpec> {
+    if c.flag(GATE)? == Some(false) {
+        return Err(c.wrong(GATE, "must be true"));
+    }
+    let count = |key: &str, default: usize| Ok(c.count(key)?.unwrap_or(default));
+    let (key_heads, value_heads) = (count("linear_num_key_heads", 16)?, count("linear_num_value_heads", 32)?);
+    if !value_heads.is_multiple_of(key_heads) {
+        let what = format!("({value_heads}) must be a multiple of linear_num_key_heads ({key_heads})");
+        return Err(c.wrong("linear_num_value_heads", &what));
+    }
+    let (key_dim, value_dim) = (count("linear_key_head_dim", 128)?, count("linear_value_head_dim", 128)?);
+    Ok(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps: count("linear_conv_kernel_dim", 4)? })
+}
+
+/// The layers with the gated delta rule: those of `layer_types`, or all but every `full_attention_interval`th.
+fn linear_layers(c: &Reader, family: &Family, layers: usize) -> Result<Vec<bool>> {
+    if !family.is_hybrid {
+        return Ok(vec![false; layers]);
+    }
+    let Some(types) = c.get("layer_types") else {
+        let interval = c.count("full_attention_interval")?.unwrap_or(4);
+        return Ok((1..=layers).map(|i| !i.is_multiple_of(interval)).collect());
+    };
+    let is_linear = |kind: &Value| match kind.as_str() {
+        Some(LINEAR) => Some(true),
+        Some(FULL) => Some(false),
+        _ => None,
+    };
+    let all = types.as_array().and_then(|all| all.iter().map(is_linear).collect::<Option<Vec<bool>>>());
+    let wanted = format!("must list {LINEAR} or {FULL} for each layer ({layers})");
+    let all = all.filter(|all| all.len() == layers).ok_or_else(|| c.wrong("layer_types", &wanted))?;
+    if all.iter().all(|is_linear| *is_linear) {
+        return Err(c.wrong("layer_types", &format!("must list {FULL} at least once")));
+    }
+    Ok(all)
 }
 
 /// The kind of each layer, and the ropes.
@@ -78,15 +126,16 @@ fn kinds(c: &Reader, family: &Family, layers: usize, context: usize) -> Result<(
         if family.rope.by_layer.is_some() { index(Rope::read(c, context, family.rope, SLIDING)?) } else { 0 };
     let none = Rope { theta: family.rope.theta, partial: 0.0, scaling: Scaling::None, query_scale: None };
     let without = if has_rope.contains(&false) { index(none) } else { 0 };
-    let kind = |(window, has_rope): (Option<usize>, bool)| {
+    let linear = linear_layers(c, family, layers)?;
+    let kind = |((window, has_rope), is_linear): ((Option<usize>, bool), bool)| {
         let rope = match window {
             _ if !has_rope => without,
             Some(_) => of_sliding,
             None => 0,
         };
-        Kind { window, rope }
+        Kind { window, rope, is_linear }
     };
-    Ok((windows.into_iter().zip(has_rope).map(kind).collect(), ropes))
+    Ok((windows.into_iter().zip(has_rope).zip(linear).map(kind).collect(), ropes))
 }
 
 /// Whether each layer rotates queries and keys.
@@ -131,7 +180,7 @@ fn windows(c: &Reader, family: &Family, has_rope: &[bool]) -> Result<Vec<Option<
             (if uses()? { width(None)? } else { None }, has_rope.iter().map(|has_rope| !has_rope).collect())
         }
     };
-    let Some(types) = c.get("layer_types") else {
+    let Some(types) = c.get("layer_types").filter(|_| !family.is_hybrid) else {
         return Ok(slides.into_iter().map(|slides| window.filter(|_| slides)).collect());
     };
     let types = types.as_array().filter(|t| t.len() == layers);

@@ -189,8 +189,10 @@ const IRRELEVANT: [&str; 23] = [
 /// The kinds of layers that may have rotary embeddings of their own.
 pub(super) const FULL: &str = "full_attention";
 pub(super) const SLIDING: &str = "sliding_attention";
+/// Layers without attention.
+pub(super) const LINEAR: &str = "linear_attention";
 /// Keys of a rotary embedding that `Rope` reads, or that only describe its origin.
-const ROPE: [&str; 19] = [
+const ROPE: [&str; 21] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -201,6 +203,9 @@ const ROPE: [&str; 19] = [
     "long_factor",
     "low_freq_factor",
     "max_position_embeddings",
+    // The positions of images. Those of text are equal.
+    "mrope_interleaved",
+    "mrope_section",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -220,7 +225,7 @@ pub(super) fn warnings(dir: &Path, config: &Map<String, Value>, of_family: &[&st
         || config["layer_types"].as_array().is_some_and(|all| all.iter().all(|kind| kind == "full_attention"));
     let known = |key: &str| match key {
         "sliding_window" | "max_window_layers" | "use_sliding_window" => has_windows,
-        "layer_types" => has_windows || is_full(),
+        "layer_types" => has_windows || is_full() || of_family.contains(&key),
         _ => {
             key == OF_JOB || USED.contains(&key) || IRRELEVANT.contains(&key) || of_family.contains(&key) || is_off(key)
         }

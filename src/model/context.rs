@@ -4,14 +4,16 @@ use super::ring::Ring;
 use super::weights::Unit;
 use crate::comm::Group;
 use crate::ops::attention::{KvLayer, Packed, Paged};
+use crate::ops::delta::StateLayer;
 use crate::ops::rope::RopeTable;
 use crate::tensor::Indices;
 use std::sync::Arc;
 
-/// The source of one layer's keys.
+/// The source of one layer's keys, or of its states.
 pub(super) enum LayerKeys<'a> {
     Packed(&'a Packed<'a>),
     Paged(&'a mut KvLayer, &'a Paged<'a>),
+    State(&'a mut StateLayer, &'a Paged<'a>),
 }
 
 #[derive(Clone, Copy)]

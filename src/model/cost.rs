@@ -19,7 +19,7 @@
 use super::arch::Arch;
 use super::block_spec::{BlockSpec, Feed, Mixer};
 use super::part::TensorPart;
-use crate::ops::attention;
+use crate::ops::{attention, delta};
 use crate::tensor::DType;
 use std::ops::Add;
 
@@ -57,8 +57,15 @@ impl Add for Work {
 
 /// The elements of a layer's matrices. Each is a multiply-add for a token.
 pub fn layer_elements(arch: &Arch, block: &BlockSpec) -> usize {
-    let (Mixer::Attention(attention), Feed::Dense(mlp), d) = (&block.mixer, &block.feed, arch.width);
-    2 * d * attention.q_width() + 2 * d * attention.kv_width() + 3 * d * mlp.width
+    let (Feed::Dense(mlp), d) = (&block.feed, arch.width);
+    let mixer = match &block.mixer {
+        Mixer::Attention(attention) => {
+            let queries = if attention.has_gate { attention.gated_queries() } else { attention.queries() };
+            d * (attention.q_width() + queries.size() + 2 * attention.kv_width())
+        }
+        Mixer::Delta(delta) => d * (2 * delta.keys().size() + 3 * delta.values().size() + 2 * delta.value_heads),
+    };
+    mixer + 3 * d * mlp.width
 }
 
 /// The elements of all layers' matrices.
@@ -69,9 +76,18 @@ pub fn elements(arch: &Arch) -> usize {
 /// The most values for a token that a forward without a backward holds at a time, on a rank of the tensor axis.
 pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
     let of_block = |block: &BlockSpec| {
-        let (Mixer::Attention(attention), Feed::Dense(mlp)) = (&block.mixer, &block.feed);
-        let [queries, keys, inner] = [attention.queries(), attention.keys(), mlp.cut()].map(|cut| cut.len(part));
-        3 * arch.width + 2 * queries + 2 * keys + 3 * inner
+        let Feed::Dense(mlp) = &block.feed;
+        let mixer = match &block.mixer {
+            Mixer::Attention(attention) => {
+                let queries = attention.queries().len(part) * if attention.has_gate { 3 } else { 1 };
+                2 * (queries + attention.keys().len(part))
+            }
+            // Projections, convolutions and normed heads, and the rule's result, gated and not.
+            Mixer::Delta(delta) => {
+                6 * delta.keys().len(part) + 5 * delta.values().len(part) + 4 * delta.heads().len(part)
+            }
+        };
+        3 * arch.width + mixer + 3 * mlp.cut().len(part)
     };
     arch.blocks.iter().map(of_block).max().unwrap_or_default()
 }
@@ -86,7 +102,8 @@ pub fn forward(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: us
     let pairs = |window| sequences.iter().map(|&(past, new)| attention::pairs(past, new, window)).sum::<f64>();
     Work {
         products: 2.0 * (tokens * body + rows * head) as f64,
-        attention: arch.attentions().map(|layer| attention::flops(layer.q_width(), pairs(layer.window))).sum(),
+        attention: arch.attentions().map(|layer| attention::flops(layer.q_width(), pairs(layer.window))).sum::<f64>()
+            + arch.deltas().map(|layer| delta::flops(&layer.shape(TensorPart::whole()), tokens)).sum::<f64>(),
         bytes: (weights * dtype.bytes() + cached * size_of::<f32>()) as f64,
     }
 }

@@ -92,6 +92,8 @@ pub struct Family {
     pub o_bias: Bias,
     pub mlp_bias: Bias,
     pub qk_norm: QkNorm,
+    /// Whether some layers have the gated delta rule instead of attention, and the others gates on their query heads.
+    pub is_hybrid: bool,
     pub norms: Norms,
     pub files: FileForm,
     /// The number that is added to the weights of all norms.
@@ -137,6 +139,7 @@ const LLAMA: Family = Family {
     o_bias: Bias::Key("attention_bias", false),
     mlp_bias: Bias::Key("mlp_bias", false),
     qk_norm: QkNorm::None,
+    is_hybrid: false,
     norms: Norms::PRE,
     files: FileForm::PLAIN,
     norm_offset: 0.0,
@@ -209,7 +212,7 @@ const OLMO2: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-static FAMILIES: [Family; 14] = [
+static FAMILIES: [Family; 15] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -233,6 +236,35 @@ static FAMILIES: [Family; 14] = [
         windows: Windows::Switched(4096, 28),
         head_dim: Some(128),
         kv_heads: Some(32),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3_5_text",
+        causal: "Qwen3_5ForCausalLM",
+        classifier: "Qwen3_5TextForSequenceClassification",
+        keys: &[
+            "attn_output_gate",
+            "full_attention_interval",
+            "layer_types",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_value_head_dim",
+            "mamba_ssm_dtype",
+            // Layers that predict further tokens, whose tensors an export keeps.
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+        ],
+        o_bias: Bias::Key("attention_bias", false),
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        is_hybrid: true,
+        norm_offset: 1.0,
+        rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
+        head_dim: Some(256),
+        kv_heads: Some(4),
         context: 32_768,
         ..LLAMA
     },

@@ -20,19 +20,29 @@ pub struct HeadRows {
     pub rotated: usize,
     /// Whether the files turn column 2i with 2i + 1, not i with i + rotated/2.
     pub is_interleaved: bool,
+    /// Whether each head has as many further rows after it, in the same order.
+    pub has_gate: bool,
 }
 
 impl HeadRows {
     /// The order of a head, unless it is that of `ops::rope`.
     pub fn new(head_dim: usize, rotated: usize, is_interleaved: bool) -> Option<Self> {
         let is_same = rotated == 0 || (rotated == head_dim && !is_interleaved);
-        (!is_same).then_some(Self { head_dim, rotated, is_interleaved })
+        (!is_same).then_some(Self { head_dim, rotated, is_interleaved, has_gate: false })
+    }
+
+    /// Rows of a head, with those of its gate.
+    pub fn unit(self) -> usize {
+        self.head_dim * (1 + usize::from(self.has_gate))
     }
 
     /// The row in the files of row `row` of the parameter.
     pub fn in_file(self, row: usize) -> usize {
-        let Self { head_dim, rotated, is_interleaved } = self;
-        let (half, pairs, column) = (head_dim / 2, rotated / 2, row % head_dim);
+        let Self { head_dim, rotated, is_interleaved, .. } = self;
+        let (half, pairs, column) = (head_dim / 2, rotated / 2, row % self.unit());
+        if column >= head_dim {
+            return row;
+        }
         let (second, i) = (column / half, column % half);
         let found = match i.checked_sub(pairs) {
             None if is_interleaved => 2 * i + second,
@@ -75,7 +85,7 @@ impl FileRows {
 
     /// The rows of the tensor among which rows `rows` of the parameter are.
     pub fn span(&self, rows: std::ops::Range<usize>) -> std::ops::Range<usize> {
-        let e = self.heads.map_or(1, |heads| heads.head_dim);
+        let e = self.heads.map_or(1, HeadRows::unit);
         self.first + rows.start / e * e..self.first + rows.end.next_multiple_of(e)
     }
 }
@@ -87,7 +97,7 @@ mod tests {
     #[test]
     fn the_pairs_of_a_head_meet_half_a_head_apart_and_every_row_has_one_place() {
         for (e, rotated, is_interleaved) in [(8, 4, false), (8, 4, true), (16, 12, false), (8, 8, true), (6, 2, true)] {
-            let order = HeadRows { head_dim: e, rotated, is_interleaved };
+            let order = HeadRows { head_dim: e, rotated, is_interleaved, has_gate: false };
             let file: Vec<usize> = (0..2 * e).map(|row| order.in_file(row)).collect();
             let mut all = file.clone();
             all.sort_unstable();

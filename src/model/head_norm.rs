@@ -2,6 +2,7 @@
 
 use super::block_spec::{AttentionSpec, NormSpec, QkNorm};
 use super::context::Context;
+use super::file_rows::HeadRows;
 use super::norm::Norm;
 use super::params::ParamTable;
 use super::part::{Cut, TensorPart};
@@ -33,14 +34,14 @@ impl HeadNorm {
         name: &str,
         spec: &AttentionSpec,
         cut: Cut,
-        norm: NormSpec,
+        (norm, rows): (NormSpec, Option<HeadRows>),
     ) -> Option<Self> {
         let part = table.tensor_part();
         match spec.qk_norm {
             QkNorm::None => None,
             QkNorm::PerHead => {
                 let heads = cut.heads(part).len();
-                Some(Self { norm: Norm::declare_per_head(table, name, spec.head_dim, norm, heads), all: None })
+                Some(Self { norm: Norm::declare_per_head(table, name, (spec.head_dim, rows), norm, heads), all: None })
             }
             QkNorm::Whole => {
                 let all = (part.size > 1).then(|| AllHeads::new(cut, part, spec.head_dim));

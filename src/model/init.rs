@@ -46,12 +46,12 @@ pub(super) fn drawn<'a>(spec: &ParamSpec, seed: u64) -> Box<pack::Source<'a>> {
             Box::new(move |start, to| normal(rng, name, std, start, to))
         }
         Init::Uniform { bound } => {
-            let (rng, name) = stream(spec, seed);
-            Box::new(move |start, to| {
-                for (i, x) in (start as u64..).zip(to) {
-                    *x = (2.0 * rng.uniform(counter(i, name)) - 1.0) * bound;
-                }
-            })
+            let uniform = uniform(spec, seed);
+            Box::new(move |start, to| (start..).zip(to).for_each(|(i, x)| *x = (2.0 * uniform(i) - 1.0) * bound))
+        }
+        Init::LogUniform { low, high } => {
+            let uniform = uniform(spec, seed);
+            Box::new(move |start, to| (start..).zip(to).for_each(|(i, x)| *x = (low + (high - low) * uniform(i)).ln()))
         }
     }
 }
@@ -59,6 +59,12 @@ pub(super) fn drawn<'a>(spec: &ParamSpec, seed: u64) -> Box<pack::Source<'a>> {
 /// The random numbers of a parameter: their generator, and the hash of its name.
 fn stream(spec: &ParamSpec, seed: u64) -> (Rng, u64) {
     (Rng::new(seed, Purpose::Init), twox_hash::XxHash3_64::oneshot(spec.name.as_bytes()))
+}
+
+/// A uniform number in [0, 1) for each element.
+fn uniform(spec: &ParamSpec, seed: u64) -> impl Fn(usize) -> f32 + Send + Sync + use<> {
+    let (rng, name) = stream(spec, seed);
+    move |i| rng.uniform(counter(i as u64, name))
 }
 
 fn counter(i: u64, name: u64) -> [u32; 4] {

@@ -2,6 +2,7 @@
 
 use super::block_spec::NormSpec;
 use super::context::Context;
+use super::file_rows::{FileRows, HeadRows};
 use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
@@ -21,8 +22,19 @@ pub(super) struct Norm {
 impl Norm {
     /// Declares `name.weight`, a norm over whole rows of `width` elements.
     pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: NormSpec) -> Self {
-        let init = if spec.offset == 0.0 { Init::Ones } else { Init::Zeros };
-        let weight = table.add(&format!("{name}.weight"), &[Cut::Whole(width)], Layout::Row, init);
+        Self::declare_in(table, name, (width, None), spec)
+    }
+
+    /// The same with the order of its elements in the files, if it is another one.
+    fn declare_in(
+        table: &mut ParamTable,
+        name: &str,
+        (width, rows): (usize, Option<HeadRows>),
+        spec: NormSpec,
+    ) -> Self {
+        let (init, name) = (if spec.offset == 0.0 { Init::Ones } else { Init::Zeros }, format!("{name}.weight"));
+        let file = rows.map(|heads| FileRows { heads: Some(heads), ..FileRows::own(&name, width) });
+        let weight = table.add_in(file, &name, &[Cut::Whole(width)], Layout::Row, init);
         Self { weight, spec, heads: 1, is_per_head: false }
     }
 
@@ -30,11 +42,11 @@ impl Norm {
     pub(super) fn declare_per_head(
         table: &mut ParamTable,
         name: &str,
-        head_dim: usize,
+        head: (usize, Option<HeadRows>),
         spec: NormSpec,
         heads: usize,
     ) -> Self {
-        Self { heads, is_per_head: true, ..Self::declare(table, name, head_dim, spec) }
+        Self { heads, is_per_head: true, ..Self::declare_in(table, name, head, spec) }
     }
 
     /// (y, 1 / rms(x) of each head (t, heads))

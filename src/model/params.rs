@@ -25,6 +25,11 @@ pub enum Init {
     Uniform {
         bound: f32,
     },
+    /// The logarithm of a number that is uniform from `low` to `high`.
+    LogUniform {
+        low: f32,
+        high: f32,
+    },
 }
 
 /// A parameter of a model: its index in the model's own table or, if it is frozen, in the table of the base.
@@ -255,11 +260,15 @@ impl ParamTable {
         init: Init,
     ) -> ParamId {
         let rows = dims[0].held(self.part);
-        let columns = dims.get(1).unwrap_or(&Cut::Whole(1)).held(self.part);
-        let [columns] = &columns[..] else { unreachable!("columns in {} pieces", columns.len()) };
-        let columns = columns.clone();
+        let (sharded, inner) = dims[1..].split_first().unwrap_or((&Cut::Whole(1), &[]));
+        let [columns] = &sharded.held(self.part)[..] else { unreachable!("columns in several pieces") };
+        // Dims after the second are whole.
+        let inner: Vec<usize> = inner.iter().map(|cut| cut.size()).collect();
+        let each: usize = inner.iter().product();
+        let columns = columns.start * each..columns.end * each;
         let copies = dims.iter().map(|dim| dim.copies(self.part.size)).min().unwrap_or(1);
-        let held = [rows.iter().map(Range::len).sum(), columns.len()];
+        let held: [usize; 2] = [rows.iter().map(Range::len).sum(), columns.len()];
+        let shape = [&[held[0], held[1] / each][..], &inner].concat();
         let layout = layout.on(self.device);
         let len = layout.len(held[0], held[1]);
         debug_assert!(len.is_multiple_of(FLAT_ALIGN));
@@ -267,7 +276,7 @@ impl ParamTable {
         self.by_name.insert(name.to_owned(), id);
         self.specs.push(ParamSpec {
             name: name.to_owned(),
-            shape: held[..dims.len()].to_vec(),
+            shape: shape[..dims.len()].to_vec(),
             cuts: dims.to_vec(),
             rows,
             columns,

@@ -1,4 +1,4 @@
-//! The sizes of the tensor axis that an architecture allows.
+//! The sizes of the tensor and sequence axes that an architecture allows.
 
 use super::arch::Arch;
 use super::part::{TensorPart, gcd};
@@ -52,9 +52,26 @@ impl Arch {
         Err(Error::usage(message).hint(format!("set tensor to {any_of}{}", works.join(", "))))
     }
 
-    /// The query heads of a layer. If layers differ, the greatest common divisor of their numbers.
+    /// Rejects a sequence axis if a layer's state passes from token to token.
+    ///
+    /// # Errors
+    /// `Usage`.
+    pub fn check_sequence(&self, size: usize) -> Result<()> {
+        if size <= 1 || self.deltas().next().is_none() {
+            return Ok(());
+        }
+        let message = format!(
+            "sequence = {size} is not supported for {}, which has layers of linear attention",
+            self.family.name
+        );
+        Err(Error::usage(message).hint("set mesh.sequence to 1"))
+    }
+
+    /// The query heads of a layer, and the key heads of a delta rule. If layers differ, the greatest common divisor of
+    /// their numbers.
     fn heads_together(&self) -> usize {
-        self.attentions().fold(0, |heads, attention| gcd(heads, attention.heads))
+        let heads = self.attentions().map(|attention| attention.heads);
+        heads.chain(self.deltas().map(|delta| delta.key_heads)).fold(0, gcd)
     }
 
     fn narrowest_mlp(&self) -> usize {

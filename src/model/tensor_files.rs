@@ -128,7 +128,7 @@ impl TensorFiles {
             assert!(id.index == self.next && part == spec.range(), "{} is written out of order", spec.name);
             let (n, k) = spec.full_dims();
             // Whole heads, if their rows have another order in the files.
-            let unit = spec.file.as_ref().and_then(|file| file.heads).map_or(PANEL, |heads| PANEL * heads.head_dim);
+            let unit = spec.file.as_ref().and_then(|file| file.heads).map_or(PANEL, |heads| PANEL * heads.unit());
             let each = (PIECE / k.max(1) / unit).max(1) * unit;
             for first in (0..n).step_by(each) {
                 let rows = first..(first + each).min(n);

@@ -1,7 +1,7 @@
 //! The config.json of tiny models: that of a family, or another model's scaled down.
 
 use super::arch::Arch;
-use super::config_json::{FULL, SLIDING};
+use super::config_json::{FULL, LINEAR, SLIDING};
 use super::families::{Bias, Family, Windows};
 use serde_json::{Map, Value, json};
 
@@ -15,6 +15,15 @@ const HEAD_DIM: usize = 32;
 const LAYERS: usize = 4;
 const CONTEXT: usize = 512;
 const WINDOW: usize = 32;
+
+/// The sizes of the gated delta rule.
+const DELTA: [(&str, usize); 5] = [
+    ("linear_num_key_heads", 2),
+    ("linear_num_value_heads", 4),
+    ("linear_key_head_dim", 16),
+    ("linear_value_head_dim", 16),
+    ("linear_conv_kernel_dim", 4),
+];
 
 /// Keys of config.json that do not follow from a family's entry: scales, which are not 1, and the usual scaling of its
 /// rope.
@@ -101,6 +110,13 @@ pub fn of_family(family: &Family, vocabulary: usize) -> Map<String, Value> {
             config.insert("use_sliding_window".into(), true.into());
         }
     }
+    if family.is_hybrid {
+        for (key, size) in DELTA {
+            config.insert(key.into(), size.into());
+        }
+        let types = (0..layers).map(|layer| if layer + 1 == layers { FULL } else { LINEAR });
+        config.insert("layer_types".into(), types.collect());
+    }
     let own = KEYS.iter().find(|(name, _)| *name == family.name).map_or("{}", |(_, keys)| keys);
     config.extend(serde_json::from_str::<Map<String, Value>>(own).expect("KEYS has JSON objects"));
     config
@@ -131,7 +147,7 @@ fn ropes(family: &Family) -> Value {
 pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
     let layers = arch.blocks.len().min(layers(arch.family));
     let mut config = arch.source.clone();
-    let attention = arch.blocks[0].attention();
+    let attention = arch.attention();
     let (head_dim, heads) = (HEAD_DIM.min(attention.head_dim), HEADS.min(attention.heads));
     let context = arch.positions.min(CONTEXT);
     for (key, size) in [
@@ -145,6 +161,12 @@ pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
         ("max_position_embeddings", context),
     ] {
         config.insert(key.into(), size.into());
+    }
+    if arch.family.is_hybrid {
+        for (key, most) in DELTA {
+            let own = config.get(key).and_then(Value::as_u64).map_or(most, |size| most.min(size as usize));
+            config.insert(key.into(), own.into());
+        }
     }
     for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
         config.insert(key.into(), Value::Null);

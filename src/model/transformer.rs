@@ -2,8 +2,8 @@
 
 use super::arch::{Arch, Head};
 use super::block::{Block, BlockSaved, Keep};
-use super::cache_group::CacheGroup;
 use super::context::{Context, LayerKeys};
+use super::layer_cache::{CacheGroup, LayerCache};
 use super::layers::Layers;
 use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
@@ -15,7 +15,7 @@ use crate::config::job::Recompute;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode};
 use crate::dtype::DType;
-use crate::ops::attention::{KvLayer, PAGE, Packed, Paged, kv_copy_page};
+use crate::ops::attention::{Packed, Paged};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, scale};
 use crate::tensor::{Indices, Tensor};
@@ -31,14 +31,17 @@ pub enum Keys<'a> {
     Packed(Packed<'a>),
     /// New rows after the cached tokens of their sequences, with one cache per layer. The sequences have block tables
     /// for each cache group.
-    Paged(&'a mut [KvLayer], &'a [Paged<'a>]),
+    Paged(&'a mut [LayerCache], &'a [Paged<'a>]),
 }
 
 impl Keys<'_> {
     fn of_layer(&mut self, layer: usize, group: usize) -> LayerKeys<'_> {
         match self {
             Self::Packed(packed) => LayerKeys::Packed(packed),
-            Self::Paged(cache, paged) => LayerKeys::Paged(&mut cache[layer], &paged[group]),
+            Self::Paged(cache, paged) => match &mut cache[layer] {
+                LayerCache::Keys(keys) => LayerKeys::Paged(keys, &paged[group]),
+                LayerCache::State(state) => LayerKeys::State(state, &paged[group]),
+            },
         }
     }
 }
@@ -168,7 +171,7 @@ impl Transformer {
         rows: usize,
         longest: Option<usize>,
         (ends, edits): (&Memory, bool),
-        cache: &mut [KvLayer],
+        cache: &mut [LayerCache],
     ) {
         assert!(self.check_graphs(w).is_ok(), "decode: the weights are gathered as they are used");
         tables.begin(rows);
@@ -309,26 +312,23 @@ impl Transformer {
     }
 
     /// An empty KV cache for weights of `dtype`, with `pages` pages for the layers of each cache group.
-    pub fn kv_cache(&self, dtype: DType, pages: &[usize]) -> Vec<KvLayer> {
-        let layer =
-            |(i, block): (usize, &Block)| KvLayer::new(self.device, dtype, pages[self.group_of(i)], block.shape());
+    pub fn kv_cache(&self, dtype: DType, pages: &[usize]) -> Vec<LayerCache> {
+        let pages = |layer: usize| pages[self.group_of(layer)];
+        let layer = |(i, block): (usize, &Block)| block.mixer().cache(self.device, dtype, pages(i));
         self.blocks.iter().enumerate().map(layer).collect()
     }
 
     /// Copies page `from` to page `to` in every layer of a cache group.
-    pub fn kv_copy_page(&self, cache: &mut [KvLayer], group: usize, from: u32, to: u32) {
+    pub fn kv_copy_page(&self, cache: &mut [LayerCache], group: usize, from: u32, to: u32) {
         for &layer in &self.cache_groups[group].layers {
-            kv_copy_page(&mut cache[layer], from, to, self.blocks[layer].shape());
+            self.blocks[layer].mixer().copy_page(&mut cache[layer], from, to);
         }
     }
 
-    /// The bytes of one KV page over all layers of each cache group, for weights of `dtype`: keys and values of `PAGE`
-    /// tokens, for the heads of this rank.
+    /// The bytes of one page over all layers of each cache group, for weights of `dtype` and the heads of this rank.
     pub fn kv_page_bytes(&self, dtype: DType) -> Vec<usize> {
-        let width = |layer: &usize| self.blocks[*layer].shape().kv_heads * self.blocks[*layer].shape().head_dim;
-        let of_group = |group: &CacheGroup| group.layers.iter().map(width).sum::<usize>();
-        let value_bytes = KvLayer::value_bytes(self.device, dtype);
-        self.cache_groups.iter().map(|group| 2 * of_group(group) * PAGE * value_bytes).collect()
+        let of_layer = |layer: &usize| self.blocks[*layer].mixer().page_bytes(self.device, dtype);
+        self.cache_groups.iter().map(|group| group.layers.iter().map(of_layer).sum()).collect()
     }
 
     /// The tensor axis: the ranks that share each matrix.

@@ -18,9 +18,10 @@ pub(super) struct Kind {
     pub family: &'static str,
 }
 
-pub(super) const WRAPPERS: [Kind; 2] = [
+pub(super) const WRAPPERS: [Kind; 3] = [
     Kind { name: "gemma3", class: "Gemma3ForConditionalGeneration", family: "gemma3_text" },
     Kind { name: "mistral3", class: "Mistral3ForConditionalGeneration", family: "ministral3" },
+    Kind { name: "qwen3_5", class: "Qwen3_5ForConditionalGeneration", family: "qwen3_5_text" },
 ];
 const TEXT: &str = "text_config";
 /// Keys of which the outer one counts, for the language model, too.

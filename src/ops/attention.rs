@@ -256,7 +256,11 @@ impl<'a> Paged<'a> {
         note_pairs(shape, pairs, read * (2 * shape.kv_heads * shape.head_dim * bytes) as f64);
     }
 
-    fn host(&self) -> &'a [PagedSequence<'a>] {
+    /// The sequences, which the CPU reads.
+    ///
+    /// # Panics
+    /// If only the GPU has them.
+    pub fn sequences(&self) -> &'a [PagedSequence<'a>] {
         match self.source {
             Source::Host(sequences) => sequences,
             Source::Gpu { .. } => panic!("attention: the CPU needs sequences that are on the GPU"),
@@ -287,7 +291,7 @@ pub fn kv_append(
     match cache {
         KvLayer::Cpu { keys, values } => {
             rope::forward(q, k, positions, rope);
-            let (new, sequences) = ([k.data(), v.data()], paged.host());
+            let (new, sequences) = ([k.data(), v.data()], paged.sequences());
             match (keys.all_mut(), values.all_mut()) {
                 (SliceMut::Bf16(keys), SliceMut::Bf16(values)) => {
                     cpu::attention::kv_append([keys, values], new, round_bf16, sequences, shape);
@@ -320,7 +324,7 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
                 Slice::Bf16(values) => Cached::Bf16(values),
                 values => Cached::F32(values.f32()),
             });
-            cpu::attention::forward_paged(q.data(), cached, paged.host(), shape, o.data_mut());
+            cpu::attention::forward_paged(q.data(), cached, paged.sequences(), shape, o.data_mut());
         }
         KvLayer::Cuda(pages) => {
             cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), o.cuda_mut());

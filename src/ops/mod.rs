@@ -12,6 +12,7 @@ pub mod adamw;
 pub mod attention;
 mod attention_shape;
 pub mod columns;
+pub mod delta;
 pub mod embedding;
 pub mod glu;
 mod head_part;

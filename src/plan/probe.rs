@@ -11,7 +11,8 @@ use crate::device::cpu::{peak, pool};
 use crate::device::null::{self, Null, Task, Work};
 use crate::mesh::Mesh;
 use crate::model::{
-    Arch, Gradients, Head, Keys, Saved, TensorPart, Transformer, Weights, cost, init, packed_positions,
+    Arch, CacheGroup, Gradients, Head, Kept, Keys, LayerCache, Saved, TensorPart, Transformer, Weights, cost, init,
+    packed_positions,
 };
 use crate::ops::adamw;
 use crate::ops::attention::{self, PAGE, Paged, PagedSequence};
@@ -258,7 +259,7 @@ impl<'a> Bench<'a> {
         let layers = self.arch.blocks.len() as f64;
         let is_kept = matches!(self.job.config.gradient.recompute, Recompute::Auto | Recompute::None);
         let forwards = if is_kept { 1.0 } else { 2.0 };
-        let (layer, packed) = (self.arch.blocks[0].attention(), [self.rows, self.length]);
+        let (layer, packed) = (self.arch.attention(), [self.rows, self.length]);
         let [attention, backward] = both(|measure| packed_attention(layer, packed, measure));
         let score = self.pass(&model, &weights, None);
         let train = self.pass(&model, &weights, Some(Gradients::new(weights.table.clone())));
@@ -348,21 +349,25 @@ impl<'a> Bench<'a> {
         let tables: Vec<Vec<u32>> = (0..batch).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
         let sequences: Vec<PagedSequence> =
             tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
-        let groups = model.cache_groups().len();
-        let mut cache = model.kv_cache(weights.dtype(), &vec![batch * pages; groups]);
+        let slots: Vec<[u32; 1]> = (0..batch as u32).map(|s| [s]).collect();
+        let states: Vec<PagedSequence> = slots.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
+        let each = |group: &CacheGroup| if group.kept == Kept::State { batch } else { batch * pages };
+        let of = |group: &CacheGroup| if group.kept == Kept::State { &states[..] } else { &sequences[..] };
+        let mut cache = model.kv_cache(weights.dtype(), &model.cache_groups().iter().map(each).collect::<Vec<_>>());
         let (tokens, positions) = (self.tokens(batch), vec![past as u32; batch]);
         let body = timed(null::GEMM, || {
-            let paged: Vec<Paged> = (0..groups).map(|_| sequences.as_slice().into()).collect();
+            let paged: Vec<Paged> = model.cache_groups().iter().map(|group| of(group).into()).collect();
             let keys = Keys::Paged(&mut cache, &paged);
             drop(model.forward(weights, &tokens, &positions, keys, None));
         });
-        let layer = self.arch.blocks[0].attention();
+        let layer = self.arch.attention();
         let (shape, width) = (layer.shape(TensorPart::whole()), layer.q_width());
         let (q, mut o) = (filled(batch, width), Tensor::zeros(batch, width));
         let paged = sequences.as_slice().into();
         let mut attend = |layer| attention::forward_paged(&q, layer, &paged, &shape, &mut o);
-        let seconds = median(cache.iter().map(|layer| seconds(|| attend(layer))));
-        let attention = Timed { seconds, ..timed(null::ATTENTION, || attend(&cache[0])) };
+        let keys: Vec<&attention::KvLayer> = cache.iter().filter_map(LayerCache::keys).collect();
+        let seconds = median(keys.iter().map(|layer| seconds(|| attend(layer))));
+        let attention = Timed { seconds, ..timed(null::ATTENTION, || attend(keys[0])) };
         let matrix = Matrix::new(self.head_rows(), self.whole.width, self.dtype);
         let (x, mut y) = (filled(batch, matrix.k), Tensor::zeros(batch, matrix.n));
         let head = timed(null::GEMM, || matmul::forward(&x, matrix.weight(), None, &mut y, Into::Overwrite));

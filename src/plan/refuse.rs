@@ -43,6 +43,8 @@ pub fn check_cuts(
         let name = role.name();
         arch.check_tensor_where(tensor, divides)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        arch.check_sequence(sequence)
+            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         if matches!(role, RoleName::Actor | RoleName::Rollout) {
             arch.check_tensor_where(rollout, |size| ranks.is_multiple_of(size))
                 .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;

@@ -3,6 +3,7 @@
 use super::blocks::{held_max, pages_of};
 use super::scheduler::Scheduler;
 use super::sequence::{Prefix, cached_tokens_max, chunk_pages};
+use crate::model::Kept;
 use crate::ops::attention::PAGE;
 
 /// Pages of a cache group.
@@ -20,7 +21,7 @@ impl Scheduler {
         let of_group = |group: usize| {
             let running = || self.running.iter().copied();
             let expected: usize = running().map(|s| self.missing_pages(s, false, group)).sum();
-            let is_window = self.pools.window(group).is_some();
+            let is_window = matches!(self.pools.kept(group), Kept::Window(_));
             // Pages before all windows are kept for other prompts only while there is space.
             let droppable = if is_window { self.prefixes.droppable(&self.pools, group) } else { 0 };
             let free = (self.pools.free(group) + droppable).saturating_sub(expected);
@@ -87,9 +88,9 @@ impl Scheduler {
 
     /// Pages of a group with a window that the sequence may hold in addition while it reads its tokens.
     fn pages_for_reading(&self, s: usize, group: usize) -> usize {
-        let (sequence, window) = (&self.sequences[s], self.pools.window(group));
-        let reads = window.is_some() && sequence.length > sequence.past + 1;
-        if reads { pages_of(sequence.length).saturating_sub(held_max(window, usize::MAX, 1)) } else { 0 }
+        let (sequence, kept) = (&self.sequences[s], self.pools.kept(group));
+        let reads = matches!(kept, Kept::Window(_)) && sequence.length > sequence.past + 1;
+        if reads { pages_of(sequence.length).saturating_sub(held_max(kept, usize::MAX, 1)) } else { 0 }
     }
 
     /// The pages for reading that one forward uses at most.

@@ -22,7 +22,8 @@ use super::run::{ForwardInput, Hooks, Model, Outcome, Progress};
 use super::scheduler::{Limits, cached_tokens_max};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
-use crate::ops::attention::{KvLayer, PAGE};
+use crate::model::{Kept, LayerCache};
+use crate::ops::attention::PAGE;
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::tensor::Tensor;
 use argh::FromArgValue;
@@ -63,13 +64,14 @@ impl Beams {
     }
 
     /// Pages of a cache group for all beams of a request at maximum length. Beams share the pages that the prompt
-    /// fills. With a window, one beam reads the prompt in chunks, then each beam needs the pages of its window.
-    pub(super) fn pages_max(&self, request: &Request, window: Option<usize>, chunk: usize) -> usize {
+    /// fills. With a window, one beam reads the prompt in chunks, then each beam needs the pages of its window, or a
+    /// state.
+    pub(super) fn pages_max(&self, request: &Request, kept: Kept, chunk: usize) -> usize {
         let full = request.tokens.len() / PAGE;
         let tokens = cached_tokens_max(request.tokens.len(), request.new_tokens_max);
         let whole = full + self.count * (pages_of(tokens) - full);
-        let [reading, each] = [chunk, 1].map(|chunk| held_max(window, tokens, chunk));
-        if window.is_some() { whole.min(reading.max(self.count * each)) } else { whole }
+        let [reading, each] = [chunk, 1].map(|chunk| held_max(kept, tokens, chunk));
+        if kept == Kept::All { whole } else { whole.min(reading.max(self.count * each)) }
     }
 }
 
@@ -107,7 +109,7 @@ pub(super) struct BeamRun<'a> {
     beams: Beams,
     requests: &'a [Request],
     limits: Limits,
-    cache: &'a mut [KvLayer],
+    cache: &'a mut [LayerCache],
     pools: BlockPools,
     /// Requests of the prompts that have not started.
     waiting: VecDeque<Range<usize>>,
@@ -134,7 +136,7 @@ impl<'a> BeamRun<'a> {
         beams: Beams,
         requests: &'a [Request],
         limits: Limits,
-        cache: &'a mut [KvLayer],
+        cache: &'a mut [LayerCache],
     ) -> Result<Self> {
         for range in prompts(requests) {
             let (wanted, request) = (range.len(), &requests[range.start]);
@@ -144,7 +146,7 @@ impl<'a> BeamRun<'a> {
                 format!("prompt {id}: at most {count} responses from {count} beams are possible (got {wanted})"),
             )?;
             for group in &limits.pages {
-                let pages = beams.pages_max(request, group.window, limits.prefill_tokens_max);
+                let pages = beams.pages_max(request, group.kept, limits.prefill_tokens_max);
                 let tokens = request.tokens.len() + request.new_tokens_max;
                 let message = || {
                     format!(
@@ -196,7 +198,7 @@ impl<'a> BeamRun<'a> {
             let held = self.searches.iter().map(|search| &self.requests[search.requests.start]).chain([request]);
             let chunk = self.limits.prefill_tokens_max;
             let fits = |group: &GroupPages| {
-                let pages = held.clone().map(|request| self.beams.pages_max(request, group.window, chunk));
+                let pages = held.clone().map(|request| self.beams.pages_max(request, group.kept, chunk));
                 pages.sum::<usize>() <= group.pages
             };
             if !self.searches.is_empty() && (rows > self.limits.batch_max || !self.limits.pages.iter().all(fits)) {
@@ -361,10 +363,13 @@ impl<'a> BeamRun<'a> {
 }
 
 /// Makes `tables` cover the tokens `fed`, with own pages for the tokens that are written.
-fn cover(pools: &mut BlockPools, model: Model, cache: &mut [KvLayer], tables: &mut BlockTables, fed: Range<usize>) {
+fn cover(pools: &mut BlockPools, model: Model, cache: &mut [LayerCache], tables: &mut BlockTables, fed: Range<usize>) {
     const RESERVED: &str = "a search has reserved the pages of its beams";
     for (group, from, to) in pools.unshare(tables, fed.start / PAGE).expect(RESERVED) {
         model.transformer.kv_copy_page(cache, group, from, to);
     }
     pools.cover(tables, fed.end).expect(RESERVED);
+    for (group, from, to) in pools.take_copies() {
+        model.transformer.kv_copy_page(cache, group, from, to);
+    }
 }

@@ -2,14 +2,17 @@
 //!
 //! Each cache group has pages and block tables of its own. With a window of w keys, the query at position p sees the
 //! keys j with p - w < j <= p. So page b is free when PAGE b + PAGE - 1 <= p - w for the next query p.
+//!
+//! A group of states has one page for a sequence, at the last entry of its table: its tokens are read in place. If others
+//! hold the page, too, the sequence first gets a copy.
 
+use crate::model::Kept;
 use crate::ops::attention::PAGE;
 
 /// The pages of a cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupPages {
-    /// The number of keys that a query sees. `None`: all earlier keys.
-    pub window: Option<usize>,
+    pub kept: Kept,
     pub pages: usize,
 }
 
@@ -19,15 +22,19 @@ pub fn pages_of(tokens: usize) -> usize {
 }
 
 /// The first page that the query at `position` sees.
-fn first_page(window: Option<usize>, position: usize) -> usize {
-    window.map_or(0, |window| (position + 1).saturating_sub(window) / PAGE)
+fn first_page(kept: Kept, position: usize) -> usize {
+    if let Kept::Window(window) = kept { (position + 1).saturating_sub(window) / PAGE } else { 0 }
 }
 
 /// The maximum number of pages that a sequence of up to `tokens` tokens holds in a group, if a forward reads up to
 /// `chunk` of them. A decode step counts as two, because the next one gets its page while the first one runs.
-pub fn held_max(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
-    let seen = |window: usize| pages_of(window.saturating_add(chunk.max(2) - 2)) + 1;
-    window.map_or(usize::MAX, seen).min(pages_of(tokens))
+pub fn held_max(kept: Kept, tokens: usize, chunk: usize) -> usize {
+    let most = match kept {
+        Kept::All => usize::MAX,
+        Kept::Window(window) => pages_of(window.saturating_add(chunk.max(2) - 2)) + 1,
+        Kept::State => 1,
+    };
+    most.min(pages_of(tokens))
 }
 
 /// The pages of a sequence in one group. Entry b is the page of tokens PAGE b .. PAGE b + PAGE - 1.
@@ -36,6 +43,13 @@ struct BlockTable {
     pages: Vec<u32>,
     /// The number of leading entries that no later query sees. They name some page, which is not the sequence's.
     freed: usize,
+}
+
+impl BlockTable {
+    /// The last page, if the sequence holds it.
+    fn held(&self) -> Option<u32> {
+        self.pages[self.freed.min(self.pages.len())..].last().copied()
+    }
 }
 
 /// The pages of a sequence in each group. All tables have the same length.
@@ -72,31 +86,42 @@ impl BlockTables {
     }
 }
 
+/// The pages of a group that are copied before the next forward: (group, from, to).
+pub type PageCopy = (usize, u32, u32);
+
 /// The pages of all groups.
 #[derive(Debug)]
-pub struct BlockPools(Vec<BlockPool>);
+pub struct BlockPools {
+    groups: Vec<BlockPool>,
+    copies: Vec<PageCopy>,
+}
 
 impl BlockPools {
     pub fn new(groups: &[GroupPages]) -> Self {
-        Self(groups.iter().map(|group| BlockPool::new(*group)).collect())
+        Self { groups: groups.iter().map(|group| BlockPool::new(*group)).collect(), copies: Vec::new() }
+    }
+
+    /// The copies that `cover` needs before the next forward, in this order.
+    pub fn take_copies(&mut self) -> Vec<PageCopy> {
+        std::mem::take(&mut self.copies)
     }
 
     /// The number of groups.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.groups.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.groups.is_empty()
     }
 
-    pub fn window(&self, group: usize) -> Option<usize> {
-        self.0[group].window
+    pub fn kept(&self, group: usize) -> Kept {
+        self.groups[group].kept
     }
 
     /// Free pages of a group.
     pub fn free(&self, group: usize) -> usize {
-        self.0[group].free.len()
+        self.groups[group].free.len()
     }
 
     /// Makes the tables cover `tokens`.
@@ -104,7 +129,14 @@ impl BlockPools {
     /// # Errors
     /// The group that has no free page left.
     pub fn cover(&mut self, tables: &mut BlockTables, tokens: usize) -> Result<(), usize> {
-        for (group, (pool, table)) in self.0.iter_mut().zip(&mut tables.0).enumerate() {
+        for (group, (pool, table)) in self.groups.iter_mut().zip(&mut tables.0).enumerate() {
+            if pool.kept == Kept::State {
+                let [from, to] = pool.cover_state(table, pages_of(tokens)).ok_or(group)?;
+                if from != to {
+                    self.copies.push((group, from, to));
+                }
+                continue;
+            }
             while table.pages.len() < pages_of(tokens) {
                 table.pages.push(pool.allocate().ok_or(group)?);
             }
@@ -115,8 +147,8 @@ impl BlockPools {
     /// Releases the pages that no query from `position` on sees. Pages that were never needed get no entry of their
     /// own.
     pub fn slide(&mut self, tables: &mut BlockTables, position: usize) {
-        for (pool, table) in self.0.iter_mut().zip(&mut tables.0) {
-            let first = first_page(pool.window, position);
+        for (pool, table) in self.groups.iter_mut().zip(&mut tables.0) {
+            let first = first_page(pool.kept, position);
             if first > table.freed {
                 let held = first.min(table.pages.len());
                 table.pages[table.freed..held].iter().for_each(|page| pool.release(*page));
@@ -133,7 +165,7 @@ impl BlockPools {
             pages[freed..].iter().for_each(|page| pool.retain(*page));
             BlockTable { pages, freed }
         };
-        BlockTables(self.0.iter_mut().zip(&tables.0).map(share).collect())
+        BlockTables(self.groups.iter_mut().zip(&tables.0).map(share).collect())
     }
 
     /// Adds one page of each group to the tables, as another holder.
@@ -146,7 +178,7 @@ impl BlockPools {
     /// copy, (group, from, to), or `None` if a group has no free page.
     pub fn unshare(&mut self, tables: &mut BlockTables, b: usize) -> Option<Vec<(usize, u32, u32)>> {
         let mut copies = Vec::new();
-        for (group, (pool, table)) in self.0.iter_mut().zip(&mut tables.0).enumerate() {
+        for (group, (pool, table)) in self.groups.iter_mut().zip(&mut tables.0).enumerate() {
             if let Some(page) = table.pages.get_mut(b).filter(|page| pool.is_shared(**page)) {
                 let own = pool.allocate()?;
                 pool.release(*page);
@@ -158,7 +190,7 @@ impl BlockPools {
 
     /// Releases all pages of the tables.
     pub fn clear(&mut self, tables: &mut BlockTables) {
-        for (pool, table) in self.0.iter_mut().zip(&mut tables.0) {
+        for (pool, table) in self.groups.iter_mut().zip(&mut tables.0) {
             table.pages.drain(..).skip(table.freed).for_each(|page| pool.release(page));
             table.freed = 0;
         }
@@ -168,44 +200,47 @@ impl BlockPools {
     /// entries of its table, but no more than a window's. Only the first `shared` entries may be shared, and the
     /// release of a shared page leaves no free one.
     pub fn missing(&self, group: usize, tables: &BlockTables, more: usize, shared: usize) -> usize {
-        let (pool, table) = (&self.0[group], &tables.0[group]);
-        if more == 0 || pool.window.is_none() {
+        let (pool, table) = (&self.groups[group], &tables.0[group]);
+        if pool.kept == Kept::State {
+            return usize::from(table.held().is_none_or(|page| pool.is_shared(page)));
+        }
+        if more == 0 || pool.kept == Kept::All {
             return more;
         }
         let shared = table.pages.iter().take(shared).skip(table.freed).filter(|page| pool.is_shared(**page)).count();
         let own = table.pages.len() - table.freed - shared;
-        more.min(held_max(pool.window, usize::MAX, 1).saturating_sub(own))
+        more.min(held_max(pool.kept, usize::MAX, 1).saturating_sub(own))
     }
 
     /// Whether the page has several holders.
     pub fn is_shared(&self, group: usize, page: u32) -> bool {
-        self.0[group].is_shared(page)
+        self.groups[group].is_shared(page)
     }
 
     /// Adds a holder to one page of each group.
     pub fn retain(&mut self, pages: &[u32]) {
-        self.0.iter_mut().zip(pages).for_each(|(pool, page)| pool.retain(*page));
+        self.groups.iter_mut().zip(pages).for_each(|(pool, page)| pool.retain(*page));
     }
 
     /// Removes a holder from one page of each group.
     pub fn release(&mut self, pages: &[u32]) {
-        self.0.iter_mut().zip(pages).for_each(|(pool, page)| pool.release(*page));
+        self.groups.iter_mut().zip(pages).for_each(|(pool, page)| pool.release(*page));
     }
 }
 
 /// A free list over the pages of a group, with a count of holders for each page.
 #[derive(Debug)]
 struct BlockPool {
-    window: Option<usize>,
+    kept: Kept,
     free: Vec<u32>,
     holders: Vec<u32>,
 }
 
 impl BlockPool {
     fn new(group: GroupPages) -> Self {
-        let GroupPages { window, pages } = group;
+        let GroupPages { kept, pages } = group;
         // Low page numbers first, so a small load uses little memory.
-        Self { window, free: (0..pages as u32).rev().collect(), holders: vec![0; pages] }
+        Self { kept, free: (0..pages as u32).rev().collect(), holders: vec![0; pages] }
     }
 
     /// Allocates a page with one holder, or `None` if all are held.
@@ -217,6 +252,22 @@ impl BlockPool {
 
     fn is_shared(&self, page: u32) -> bool {
         self.holders[page as usize] > 1
+    }
+
+    /// Puts the page of a state at the last of `entries` entries. Returns the page that had the state, and the one that
+    /// gets it, or `None` if a page is needed and none is free.
+    fn cover_state(&mut self, table: &mut BlockTable, entries: usize) -> Option<[u32; 2]> {
+        let (held, entries) = (table.held(), entries.max(table.pages.len()));
+        let page = match held {
+            Some(page) if !self.is_shared(page) => page,
+            _ => self.allocate()?,
+        };
+        if let Some(held) = held.filter(|held| *held != page) {
+            self.release(held);
+        }
+        table.pages.resize(entries, 0);
+        (table.pages[entries - 1], table.freed) = (page, entries - 1);
+        Some([held.unwrap_or(page), page])
     }
 
     /// Adds a holder.

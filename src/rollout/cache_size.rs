@@ -3,6 +3,7 @@
 use super::blocks::held_max;
 use super::scheduler::{Limits, Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
+use crate::model::Kept;
 
 /// The pages of one cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +22,7 @@ impl GroupNeed {
     /// The needs of sequences whose mean number of new tokens was `new_tokens_before` in the previous call.
     pub fn of_sequences(
         specs: &[Spec],
-        window: Option<usize>,
+        kept: Kept,
         page_bytes: usize,
         config: &RolloutConfig,
         new_tokens_before: Option<usize>,
@@ -30,8 +31,8 @@ impl GroupNeed {
         let limits = Limits { batch_max, prefill_tokens_max, pages: Vec::new(), new_tokens_before };
         let expected_new = limits.expected_new(0, 0).unwrap_or(usize::MAX);
         let expected = |spec: &Spec| Spec { new_tokens_max: spec.new_tokens_max.min(expected_new), ..*spec };
-        let all = |specs: Vec<Spec>| pages_wanted(specs, window, batch_max, prefill_tokens_max);
-        let least = specs.iter().map(|spec| held_max(window, spec.cached_max(), prefill_tokens_max));
+        let all = |specs: Vec<Spec>| pages_wanted(specs, kept, batch_max, prefill_tokens_max);
+        let least = specs.iter().map(|spec| held_max(kept, spec.cached_max(), prefill_tokens_max));
         Self {
             page_bytes,
             wanted: all(specs.to_vec()),

@@ -13,8 +13,8 @@ use crate::config::rollout::RolloutConfig;
 use crate::device::cuda::owned_by;
 use crate::device::null::{self, Cache};
 use crate::error::{Error, Result};
-use crate::model::CacheGroup;
-use crate::ops::attention::{KvLayer, PAGE};
+use crate::model::{CacheGroup, Kept, LayerCache};
+use crate::ops::attention::PAGE;
 use crate::rng::Rng;
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ pub struct Engine {
     config: RolloutConfig,
     /// Maximum bytes of the cache.
     kv_bytes_max: u64,
-    cache: Vec<KvLayer>,
+    cache: Vec<LayerCache>,
     /// Pages of each cache group.
     pages: Vec<usize>,
     /// The decoder, from the first decode step until the cache is released.
@@ -72,7 +72,7 @@ impl Engine {
 
     /// The current bytes of the cache.
     pub fn kv_bytes(&self) -> usize {
-        self.cache.iter().map(KvLayer::bytes).sum()
+        self.cache.iter().map(LayerCache::bytes).sum()
     }
 
     /// Generates a response for each request. `rng` and `step` (the rollout phase) key the random numbers.
@@ -96,11 +96,13 @@ impl Engine {
         let batch_max = queue.map_or(self.config.batch_max, |queue| queue.batch_max.min(self.config.batch_max));
         let config = RolloutConfig { batch_max, ..self.config.clone() };
         let before = self.new_tokens_before;
-        let need = |window, page_bytes| GroupNeed::of_sequences(&specs, window, page_bytes, &config, before);
+        let need = |kept, page_bytes| GroupNeed::of_sequences(&specs, kept, page_bytes, &config, before);
         let limits = Limits { batch_max, ..self.make_cache(&model, &specs, need) };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits.clone())?;
         // The prompts of a null device are all the same tokens.
-        if self.steps == DecodeSteps::All {
+        // Nor are states kept at the ends of pages.
+        let has_states = scheduler.has_states();
+        if self.steps == DecodeSteps::All && !has_states {
             let mut next = 0;
             let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
                 let is_first = spec.group == next;
@@ -168,10 +170,10 @@ impl Engine {
     ) -> Result<Outcome> {
         requests.iter().try_for_each(|request| check(request, &model))?;
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
-        let need = |window, page_bytes| {
+        let need = |kept, page_bytes| {
             let first = beams::prompts(requests).map(|range| &requests[range.start]);
             let mut pages: Vec<usize> =
-                first.map(|request| beams.pages_max(request, window, prefill_tokens_max)).collect();
+                first.map(|request| beams.pages_max(request, kept, prefill_tokens_max)).collect();
             pages.sort_unstable_by(|a, b| b.cmp(a));
             let wanted = pages.iter().take((batch_max / beams.count).max(1)).sum();
             GroupNeed { page_bytes, wanted, expected: wanted, least: pages.first().copied().unwrap_or(0) }
@@ -180,19 +182,14 @@ impl Engine {
         BeamRun::new(model, beams, requests, limits, &mut self.cache)?.run(hooks)
     }
 
-    /// Allocates the pages that cache groups `need` with a window and bytes of a page, within the allowed bytes, and the
+    /// Allocates the pages that cache groups `need` with what they keep and bytes of a page, within the allowed bytes, and the
     /// positions of the longest sequence. A large enough cache is kept.
-    fn make_cache(
-        &mut self,
-        model: &Model,
-        specs: &[Spec],
-        need: impl Fn(Option<usize>, usize) -> GroupNeed,
-    ) -> Limits {
+    fn make_cache(&mut self, model: &Model, specs: &[Spec], need: impl Fn(Kept, usize) -> GroupNeed) -> Limits {
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = self.config;
         let (transformer, dtype) = (model.transformer, model.weights.dtype());
         let (groups, page_bytes) = (transformer.cache_groups(), transformer.kv_page_bytes(dtype));
         let needs: Vec<GroupNeed> =
-            groups.iter().zip(&page_bytes).map(|(group, bytes)| need(group.window, *bytes)).collect();
+            groups.iter().zip(&page_bytes).map(|(group, bytes)| need(group.kept, *bytes)).collect();
         let mut allowed = self.kv_bytes_max;
         if self.steps != DecodeSteps::All && self.config.kv_bytes_max == 0 {
             // A plan reports by how much a job is too large, so it continues with pages for one sequence.
@@ -203,11 +200,16 @@ impl Engine {
         let pages: Vec<usize> = divide(&needs, allowed).into_iter().map(least).collect();
         let size = |pages: &[usize]| page_bytes.iter().zip(pages).map(|(bytes, pages)| bytes * pages).sum::<usize>();
         let longest = |spec: &Spec| spec.prompt_tokens + spec.new_tokens_max;
-        let keys =
-            |window: Option<usize>| specs.iter().map(|spec| longest(spec).min(window.unwrap_or(usize::MAX))).sum();
-        let all: Vec<usize> = groups.iter().map(|group| keys(group.window)).collect();
+        let keys = |kept: Kept| match kept {
+            Kept::All => specs.iter().map(longest).sum(),
+            Kept::Window(window) => specs.iter().map(|spec| longest(spec).min(window)).sum(),
+            // A page for each sequence.
+            Kept::State => PAGE * specs.len(),
+        };
+        let all: Vec<usize> = groups.iter().map(|group| keys(group.kept)).collect();
+        let of_tokens = groups.iter().zip(&page_bytes).filter(|(group, _)| group.kept != Kept::State);
         null::note_cache(Cache {
-            token_bytes: page_bytes.iter().sum::<usize>() / PAGE,
+            token_bytes: of_tokens.map(|(_, bytes)| bytes).sum::<usize>() / PAGE,
             bytes: size(&pages),
             bytes_needed: bytes(&needs, |need| need.wanted) as usize,
             bytes_wanted: size(&all) / PAGE,
@@ -225,7 +227,7 @@ impl Engine {
             self.pages = pages;
         }
         transformer.reserve_positions(specs.iter().map(longest).max().unwrap_or(0));
-        let of_group = |(group, pages): (&CacheGroup, &usize)| GroupPages { window: group.window, pages: *pages };
+        let of_group = |(group, pages): (&CacheGroup, &usize)| GroupPages { kept: group.kept, pages: *pages };
         let pages = groups.iter().zip(&self.pages).map(of_group).collect();
         Limits { batch_max, prefill_tokens_max, pages, new_tokens_before: self.new_tokens_before }
     }

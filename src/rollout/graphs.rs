@@ -42,6 +42,7 @@ use crate::device::cuda::readback::Late;
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::Finish;
+use crate::model::Kept;
 use crate::ops::attention::PAGE;
 use crate::ops::sample::{SampleParams, Sampled};
 use crate::rng::Rng;
@@ -190,7 +191,7 @@ impl Run<'_> {
         let seen = (rows * penalised.max().unwrap_or(0)).max(needed.seen);
         let room = Capacity { rows, pages, stops: needed.stops.next_multiple_of(64), seen };
         // A row without a window is not longer than its cache.
-        let pages_max = |group: &GroupPages| if group.window.is_none() { group.pages } else { usize::MAX };
+        let pages_max = |group: &GroupPages| if group.kept == Kept::All { group.pages } else { usize::MAX };
         let longest = self.limits.pages.iter().map(pages_max).fold(pages, usize::min) * PAGE;
         let cache_pages: Vec<usize> = self.limits.pages.iter().map(|group| group.pages).collect();
         **kept = Some(Decoder {

@@ -15,8 +15,8 @@ use crate::device::null;
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Response};
 use crate::model::non_finite::Rows;
-use crate::model::{Arch, Keys, Transformer, Weights};
-use crate::ops::attention::{KvLayer, Paged, PagedSequence};
+use crate::model::{Arch, Keys, LayerCache, Transformer, Weights};
+use crate::ops::attention::{Paged, PagedSequence};
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
@@ -50,7 +50,12 @@ impl ForwardInput<'_> {
 
 impl Model<'_> {
     /// This rank's logits after each complete share, in order.
-    pub(super) fn logits(self, cache: &mut [KvLayer], feeds: &[ForwardInput], outcome: &mut Outcome) -> Option<Tensor> {
+    pub(super) fn logits(
+        self,
+        cache: &mut [LayerCache],
+        feeds: &[ForwardInput],
+        outcome: &mut Outcome,
+    ) -> Option<Tensor> {
         let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         for feed in feeds {
             tokens.extend_from_slice(feed.tokens);
@@ -231,7 +236,7 @@ pub(super) struct Run<'a> {
     pub live: Vec<Live>,
     /// This rank's logits after the prompt of each group, until all its samples have begun.
     pub prompt_logits: Vec<Option<Tensor>>,
-    pub cache: &'a mut [KvLayer],
+    pub cache: &'a mut [LayerCache],
     /// The decoder of graphs, if decode steps may be graphs.
     pub decoder: Option<&'a mut Option<Decoder>>,
     /// The reason why a graph capture failed. After a failure, none is tried again.
@@ -325,6 +330,9 @@ impl Run<'_> {
         let feeds = self.scheduler.plan().to_vec();
         if feeds.is_empty() {
             return Ok(());
+        }
+        for (group, from, to) in self.scheduler.take_copies() {
+            self.model.transformer.kv_copy_page(self.cache, group, from, to);
         }
         let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
         let times = self.begin_forward(decodes, feeds.iter().map(|feed| feed.sequence));

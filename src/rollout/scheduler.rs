@@ -15,11 +15,12 @@
 //!
 //! The tokens of a sequence do not depend on any decision made here.
 
-use super::blocks::{BlockPools, BlockTables, held_max, pages_of};
+use super::blocks::{BlockPools, BlockTables, PageCopy, held_max, pages_of};
 pub use super::prefixes::Prefixes;
 pub use super::sequence::{Chunk, Limits, Spec, cached_tokens_max, pages_wanted};
 use super::sequence::{Group, Prefix, Sequence, State};
 use crate::error::{Error, Result};
+use crate::model::Kept;
 use crate::ops::attention::PAGE;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -55,7 +56,7 @@ impl Scheduler {
         let mut sequences = Vec::new();
         for spec in specs {
             for group in &limits.pages {
-                let pages = held_max(group.window, spec.cached_max(), limits.prefill_tokens_max);
+                let pages = held_max(group.kept, spec.cached_max(), limits.prefill_tokens_max);
                 if pages > group.pages {
                     let message = format!(
                         "a sequence of {} tokens needs {pages} KV pages of {PAGE} tokens, but the cache has {}",
@@ -88,6 +89,16 @@ impl Scheduler {
             prefixes: Prefixes::default(),
             prefix_hit_tokens: 0,
         })
+    }
+
+    /// Whether some layers keep states, which prompts with the same beginning do not share.
+    pub fn has_states(&self) -> bool {
+        self.limits.pages.iter().any(|group| group.kept == Kept::State)
+    }
+
+    /// The copies of pages that are needed before the planned forward, in this order.
+    pub fn take_copies(&mut self) -> Vec<PageCopy> {
+        self.pools.take_copies()
     }
 
     /// Reads pages that prompts have in common only once.

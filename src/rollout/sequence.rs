@@ -1,6 +1,7 @@
 //! Limits of the KV cache and of a forward, and the scheduler's state of a sequence and of the samples of a prompt.
 
 use super::blocks::{BlockTables, GroupPages, held_max, pages_of};
+use crate::model::Kept;
 
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -67,11 +68,11 @@ pub fn cached_tokens_max(prompt_tokens: usize, new_tokens_max: usize) -> usize {
 /// samples share, its partial last page. That page is kept for samples that have not begun when the one that read it
 /// ends.
 ///
-/// With a window, a sequence needs the pages of its window. The chunks that one forward reads need pages of their own,
+/// With states, a sequence needs one page. With a window, a sequence needs the pages of its window. The chunks that one forward reads need pages of their own,
 /// and so does a prompt whose other samples wait for a slot.
 pub fn pages_wanted(
     specs: impl IntoIterator<Item = Spec>,
-    window: Option<usize>,
+    kept: Kept,
     batch_max: usize,
     prefill_tokens_max: usize,
 ) -> usize {
@@ -87,13 +88,14 @@ pub fn pages_wanted(
     let slots = needs.len().min(batch_max);
     let shared = samples.into_iter().filter(|samples| *samples > 1).count();
     let whole = needs[..slots].iter().sum::<usize>() + shared.min(slots);
-    if window.is_none() {
+    if kept == Kept::All {
         return whole;
     }
-    let held = held_max(window, usize::MAX, 1);
+    let held = held_max(kept, usize::MAX, 1);
     let prompt = if shared > 0 { held } else { 0 };
     let in_windows: usize = needs[..slots].iter().map(|pages| *pages.min(&held)).sum();
-    whole.min(in_windows + shared.min(slots) + prompt + chunk_pages(prefill_tokens_max))
+    let reading = if kept == Kept::State { 0 } else { chunk_pages(prefill_tokens_max) };
+    whole.min(in_windows + shared.min(slots) + prompt + reading)
 }
 
 /// Pages of a group with a window for the tokens that one forward reads, in addition to those of windows.

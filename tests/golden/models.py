@@ -16,6 +16,7 @@ reward model is sum_i weight_i * value_i. All in float64, eager attention, each 
 of transformers are float32 inside, whatever the model's dtype.) Each model must give the same log-probs in float32.
 """
 
+import inspect
 import json
 import shutil
 import sys
@@ -191,6 +192,34 @@ MODELS = {
         num_hidden_layers=1, hidden_size=32, intermediate_size=11, num_attention_heads=4, num_key_value_heads=2,
         num_labels=1, tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=200.0),
     ), torch.float16, None, 5),
+    # The second layer alone has attention.
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=22, intermediate_size=13, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=5,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+                             mrope_interleaved=True),
+    ), torch.bfloat16, None, 5),
+    "qwen3_5": ("Qwen3_5Config", "Qwen3_5ForConditionalGeneration", dict(
+        tie_word_embeddings=False,
+        text_config=dict(
+            model_type="qwen3_5_text", hidden_size=20, intermediate_size=9, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, linear_num_key_heads=1, linear_num_value_heads=2,
+            linear_key_head_dim=7, linear_value_head_dim=35, linear_conv_kernel_dim=3, full_attention_interval=2,
+            layer_types=["linear_attention", "full_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5,
+                                 mrope_section=[1, 1, 0], mrope_interleaved=True)),
+        vision_config=dict(depth=1, hidden_size=8, intermediate_size=6, num_heads=2, out_hidden_size=20, patch_size=4,
+                           num_position_embeddings=4),
+    ), torch.float32, None, 5),
+    "reward-qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5TextForSequenceClassification", dict(
+        hidden_size=22, intermediate_size=9, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1,
+        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=6,
+        layer_types=["linear_attention", "full_attention"], tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 0],
+                             mrope_interleaved=True),
+    ), torch.bfloat16, None, 5),
 }
 
 # The rows' lengths, the prompt's, the number of new tokens, the embedding's scale.
@@ -210,8 +239,18 @@ SETTINGS = {
     "gemma3_text": dict(embed=0.25),
     "gemma3": dict(embed=0.25),
     "gemma3-old": dict(embed=0.25),
+    "qwen3_5": dict(embed=0.5),
+    "qwen3_5_text": dict(lengths=[1, 2, 31, 65, 90]),
     "reward-gemma3_text": dict(embed=0.25),
 }
+
+
+def with_exact_states():
+    """Lets transformers compute the states of the gated delta rule in the model's dtype, not in float32."""
+    module = transformers.models.qwen3_5.modeling_qwen3_5
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        source = inspect.getsource(inspect.unwrap(getattr(module, name))).replace("torch.float32", "query.dtype")
+        exec(source[source.index("def "):], vars(module))
 
 
 def setting(name, key):
@@ -231,6 +270,8 @@ def randomise(model, generator, embed):
             p.data = p.data + 0.2 * noise
         elif name.endswith("bias"):
             p.data = 0.3 * noise
+        elif name.endswith("A_log"):
+            p.data = noise - 2.0
         elif "embed_tokens" in name:
             p.data = embed * noise
         else:
@@ -413,6 +454,7 @@ def rope_frequencies():
 
 if __name__ == "__main__":
     OUT.mkdir(exist_ok=True)
+    with_exact_states()
     for number, name in enumerate(MODELS):
         if name in sys.argv[1:] or len(sys.argv) == 1:
             make(name, 100 + number)

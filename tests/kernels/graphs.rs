@@ -49,7 +49,7 @@ fn axes(world: &World) -> Axes {
 fn archs() -> [Arch; 2] {
     let mut archs = [llama(), qwen3()];
     for block in archs.iter_mut().flat_map(|arch| &mut arch.blocks) {
-        let Mixer::Attention(attention) = &mut block.mixer;
+        let Mixer::Attention(attention) = &mut block.mixer else { panic!("attention") };
         (attention.heads, attention.kv_heads) = (4, 2);
     }
     archs

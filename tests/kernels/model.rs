@@ -31,7 +31,7 @@ pub fn llama() -> Arch {
 /// Biases, qk-norm, tied embeddings and a window come from other families.
 pub fn qwen3() -> Arch {
     let mut arch = arch("qwen3", 2);
-    let Mixer::Attention(attention) = &mut arch.blocks[1].mixer;
+    let Mixer::Attention(attention) = &mut arch.blocks[1].mixer else { panic!("attention") };
     attention.window = Some(7);
     arch
 }

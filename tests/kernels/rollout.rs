@@ -159,7 +159,7 @@ fn pages_of_windows_are_used_again_while_graphs_run_and_no_bit_changes() {
     for windows in [[None, Some(7)], [Some(40), Some(7)]] {
         let mut arch = llama();
         for (block, window) in arch.blocks.iter_mut().zip(windows) {
-            let Mixer::Attention(attention) = &mut block.mixer;
+            let Mixer::Attention(attention) = &mut block.mixer else { panic!("attention") };
             attention.window = window;
         }
         let tiny = tiny(&arch);

@@ -2,6 +2,7 @@
 
 mod arena;
 mod attention;
+mod delta;
 mod embedding;
 mod glu;
 mod linear_divergence;

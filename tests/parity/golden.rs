@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 15] = [
+pub const DENSE_MODELS: [&str; 17] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -27,6 +27,9 @@ pub const DENSE_MODELS: [&str; 15] = [
     "gemma3",
     "gemma3-old",
     "mistral3",
+    // Layers with the gated delta rule.
+    "qwen3_5_text",
+    "qwen3_5",
 ];
 /// Language models with adapters.
 pub const ADAPTED: [&str; 11] = [
@@ -44,7 +47,7 @@ pub const ADAPTED: [&str; 11] = [
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
-pub const DENSE_REWARD_MODELS: [&str; 3] = ["reward-gemma3_text", "reward-phi3", "reward-olmo2"];
+pub const DENSE_REWARD_MODELS: [&str; 4] = ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text"];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;
 /// Length of the prompt that the greedy continuation starts from.

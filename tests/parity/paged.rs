@@ -1,8 +1,8 @@
 //! Prefill and decode through the paged cache, without and with adapters, and rows packed and alone.
 
 use crate::parity::golden::{ADAPTED, DENSE_MODELS, LANGUAGE_MODELS, Model};
-use rlhf_hpc::model::{Head, Keys};
-use rlhf_hpc::ops::attention::{KvLayer, Paged, PagedSequence};
+use rlhf_hpc::model::{Head, Keys, LayerCache};
+use rlhf_hpc::ops::attention::{Paged, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
 
 fn argmax(x: &[f32]) -> u32 {
@@ -11,7 +11,7 @@ fn argmax(x: &[f32]) -> u32 {
 }
 
 /// The hidden state of `tokens[past..]` of one sequence whose first `past` tokens are cached.
-fn extend(m: &Model, cache: &mut [KvLayer], blocks: &[u32], tokens: &[u32], past: usize) -> Tensor {
+fn extend(m: &Model, cache: &mut [LayerCache], blocks: &[u32], tokens: &[u32], past: usize) -> Tensor {
     let positions: Vec<u32> = (past as u32..tokens.len() as u32).collect();
     let sequences = [PagedSequence { past, tokens: tokens.len() - past, blocks }];
     let paged: Vec<Paged> = m.transformer.cache_groups().iter().map(|_| sequences.as_slice().into()).collect();

@@ -53,6 +53,13 @@ fn dense() -> Vec<(&'static str, Arch)> {
         // Heads that are reordered or joined in files.
         shape("glm4", &json!({"head_dim": 8, "partial_rotary_factor": 0.5})),
         shape("phi3", &long()),
+        // The gated delta rule in the first layer, gates on the heads of the second.
+        shape(
+            "qwen3_5_text",
+            &json!({"head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+                "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+                "layer_types": ["linear_attention", "full_attention"]}),
+        ),
     ]
 }
 

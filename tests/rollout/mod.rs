@@ -6,6 +6,7 @@ mod exactness;
 mod models;
 mod sampling;
 mod scheduling;
+mod states;
 mod stopping;
 mod turns;
 mod windows;

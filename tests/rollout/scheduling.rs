@@ -1,5 +1,6 @@
 //! The order in which sequences are fed, and the owners of pages.
 
+use rlhf_hpc::model::Kept;
 use rlhf_hpc::ops::attention::PAGE;
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::blocks::{GroupPages, held_max, pages_of};
@@ -124,11 +125,39 @@ impl Rehearsal {
         self.scheduler.accept(s);
     }
 
+    /// A page of states has the hash of the tokens of its sequence.
+    fn feed_states(&mut self, group: usize, feeds: &[Chunk]) {
+        let hash =
+            |tokens: &[u64]| tokens.iter().fold(7u64, |hash, t| (hash.rotate_left(5) ^ t).wrapping_mul(0x9e37_79b9));
+        let mut pages = BTreeSet::new();
+        for feed in feeds {
+            let page = *self.scheduler.tables(feed.sequence).of_group(group).last().expect("a page");
+            assert!(pages.insert(page), "two sequences change page {page}");
+            let (state, tokens) = (&mut self.caches[group][page as usize * PAGE], &self.tokens[feed.sequence]);
+            let before = (feed.past > 0).then(|| hash(&tokens[..feed.past]));
+            assert!(before.is_none() || *state == before, "sequence {} after {} tokens", feed.sequence, feed.past);
+            *state = Some(hash(&tokens[..feed.past + feed.tokens]));
+        }
+    }
+
     fn forward(&mut self) {
         let feeds = self.scheduler.plan().to_vec();
+        for (group, from, to) in self.scheduler.take_copies() {
+            let (from, to) = (from as usize * PAGE, to as usize * PAGE);
+            self.caches[group].copy_within(from..from + PAGE, to);
+        }
         let prefill: usize = feeds.iter().map(|f| f.tokens).filter(|&t| t > 1).sum();
         assert!(prefill <= self.limits.prefill_tokens_max);
+        let is_state = |group: usize| self.limits.pages[group].kept == Kept::State;
+        for group in (0..self.caches.len()).filter(|group| is_state(*group)).collect::<Vec<_>>() {
+            self.feed_states(group, &feeds);
+        }
         for (group, cache) in self.caches.iter_mut().enumerate() {
+            let window = match self.limits.pages[group].kept {
+                Kept::All => usize::MAX,
+                Kept::Window(window) => window,
+                Kept::State => continue,
+            };
             for feed in &feeds {
                 let blocks = self.scheduler.tables(feed.sequence).of_group(group);
                 assert!(blocks.len() >= pages_of(feed.past + feed.tokens));
@@ -136,7 +165,6 @@ impl Rehearsal {
                     cache[blocks[i / PAGE] as usize * PAGE + i % PAGE] = Some(self.tokens[feed.sequence][i]);
                 }
             }
-            let window = self.limits.pages[group].window.unwrap_or(usize::MAX);
             for feed in &feeds {
                 let (blocks, tokens) =
                     (self.scheduler.tables(feed.sequence).of_group(group), &self.tokens[feed.sequence]);
@@ -169,7 +197,7 @@ impl Rehearsal {
             return;
         }
         for (group, free) in self.limits.pages.iter().zip(self.scheduler.free_pages()) {
-            let Some(window) = group.window else { continue };
+            let Kept::Window(window) = group.kept else { continue };
             let running = self.scheduler.running() - feeds.len().min(self.scheduler.running());
             let prompts = self.specs.iter().map(|spec| spec.group).collect::<BTreeSet<usize>>();
             let kept = prompts.into_iter().filter(|prompt| self.scheduler.is_prompt_kept(*prompt)).count();
@@ -195,12 +223,12 @@ fn groups(prompts: &[usize], samples: usize, new_tokens_max: usize) -> Vec<Spec>
 
 /// `pages` pages of one group without a window.
 fn whole(pages: usize) -> Vec<GroupPages> {
-    vec![GroupPages { window: None, pages }]
+    vec![GroupPages { kept: Kept::All, pages }]
 }
 
-/// Random prompts, samples, lengths and batches. Half of the cases run to the longest, as a job's may. Cache groups have
-/// the `windows`.
-fn case(number: u32, windows: &[Option<usize>]) -> (Vec<Spec>, Vec<usize>, Limits) {
+/// Random prompts, samples, lengths and batches. Half of the cases run to the longest, as a job's may. Cache groups keep what
+/// `kept` says.
+fn case(number: u32, kept: &[Kept]) -> (Vec<Spec>, Vec<usize>, Limits) {
     let rng = Rng::new(2, Purpose::Shuffle);
     let pick = |bound: u64, what: u32| rng.below(bound, [number, what, 0, 0]) as usize;
     let (samples, new_max) = (1 + pick(5, 0), 1 + pick(150, 1));
@@ -210,38 +238,48 @@ fn case(number: u32, windows: &[Option<usize>]) -> (Vec<Spec>, Vec<usize>, Limit
     let lengths = (0..specs.len() as u32).map(length).collect();
     let longest = specs.iter().map(|s| s.prompt_tokens + new_max - 1).max().expect("some sequences");
     let (prefill_tokens_max, more) = (2 + pick(100, 4), pick(3, 5) * pick(20, 6));
-    let of_window = |&window: &Option<usize>| {
-        let least = held_max(window, longest, prefill_tokens_max);
-        GroupPages { window, pages: least + if window.is_some() { more / 2 } else { more } }
+    let of_group = |&kept: &Kept| {
+        let least = held_max(kept, longest, prefill_tokens_max);
+        let more = match kept {
+            Kept::All => more,
+            Kept::Window(_) => more / 2,
+            Kept::State => more / 12,
+        };
+        GroupPages { kept, pages: least + more }
     };
     let limits = Limits {
         batch_max: 1 + pick(12, 3),
         prefill_tokens_max,
-        pages: windows.iter().map(of_window).collect(),
+        pages: kept.iter().map(of_group).collect(),
         new_tokens_before: (pick(2, 7) == 0).then(|| pick(150, 8)),
     };
     (specs, lengths, limits)
 }
 
 #[test]
-fn every_sequence_reads_its_own_tokens_for_any_pool_batch_budget_and_window() {
+fn every_sequence_reads_its_own_tokens_for_any_pool_batch_budget_and_kept_part() {
     let mut preemptions = 0;
-    for number in 0..200 {
-        let window = Some(1 + 13 * number as usize % 130);
-        let windows =
-            if number < 120 { vec![None] } else { [vec![window], vec![None, window]][number as usize % 2].clone() };
-        let (specs, lengths, limits) = case(number, &windows);
+    for number in 0..280 {
+        let window = Kept::Window(1 + 13 * number as usize % 130);
+        let kept = match (number, number % 2) {
+            (..120, _) => vec![Kept::All],
+            (120..200, 0) => vec![window],
+            (120..200, _) => vec![Kept::All, window],
+            (_, 0) => vec![Kept::State],
+            _ => vec![Kept::State, Kept::All],
+        };
+        let (specs, lengths, limits) = case(number, &kept);
         let done = Rehearsal::new(&specs, &lengths, limits.clone()).run();
         done.assert_complete();
         assert!(done.running_max <= limits.batch_max);
-        preemptions += if window.is_some() { done.scheduler.preemptions() } else { 0 };
+        preemptions += if kept[0] == Kept::All { 0 } else { done.scheduler.preemptions() };
         // With the requested number of pages, no sequence is preempted.
         let Limits { batch_max, prefill_tokens_max, .. } = limits;
-        let wanted = |&window: &Option<usize>| GroupPages {
-            window,
-            pages: pages_wanted(specs.iter().copied(), window, batch_max, prefill_tokens_max),
+        let wanted = |&kept: &Kept| GroupPages {
+            kept,
+            pages: pages_wanted(specs.iter().copied(), kept, batch_max, prefill_tokens_max),
         };
-        let roomy = Limits { pages: windows.iter().map(wanted).collect(), ..limits.clone() };
+        let roomy = Limits { pages: kept.iter().map(wanted).collect(), ..limits.clone() };
         let done = Rehearsal::new(&specs, &lengths, roomy.clone()).run();
         done.assert_complete();
         assert_eq!(done.scheduler.preemptions(), 0, "case {number}: {roomy:?}");
@@ -250,6 +288,9 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_budget_and_window() {
         held.assert_complete();
         assert_eq!((held.forwards, held.running_max), (done.forwards, done.running_max), "case {number}: {roomy:?}");
         Rehearsal::new(&specs, &lengths, limits.clone()).held_back().run().assert_complete();
+        if kept.contains(&Kept::State) {
+            continue;
+        }
         // Prompts with the same first pages, in a cache of any size.
         let shared = Rehearsal::new(&specs, &lengths, limits).with_head(100).run();
         shared.assert_complete();
@@ -259,13 +300,13 @@ fn every_sequence_reads_its_own_tokens_for_any_pool_batch_budget_and_window() {
         let found = |done: &Rehearsal| done.fed + done.scheduler.prefix_hit_tokens();
         assert_eq!(found(&shared), found(&done), "case {number}: {roomy:?}");
     }
-    assert!(preemptions > 0, "no cache with windows was tight");
+    assert!(preemptions > 0, "no cache with windows or states was tight");
 }
 
 #[test]
 fn a_long_response_holds_only_the_pages_of_its_window() {
-    let (window, specs) = (Some(70), groups(&[100, 300], 3, 900));
-    let pages = |pages| vec![GroupPages { window: None, pages: 200 }, GroupPages { window, pages }];
+    let (kept, specs) = (Kept::Window(70), groups(&[100, 300], 3, 900));
+    let pages = |pages| vec![GroupPages { kept: Kept::All, pages: 200 }, GroupPages { kept, pages }];
     let limits = Limits { batch_max: 6, prefill_tokens_max: 64, pages: pages(30), new_tokens_before: None };
     let done = Rehearsal::new(&specs, &[900; 6], limits.clone()).run();
     done.assert_complete();
@@ -373,7 +414,7 @@ fn decoding_sequences_get_pages_while_some_are_free_and_a_freed_slot_is_reported
 #[test]
 fn prompts_with_one_sample_need_only_the_pages_of_their_rows() {
     // The last new token is never fed: 32 tokens of 16 + 17 fill a page.
-    let wanted = |specs: &[Spec], batch_max| pages_wanted(specs.iter().copied(), None, batch_max, 64);
+    let wanted = |specs: &[Spec], batch_max| pages_wanted(specs.iter().copied(), Kept::All, batch_max, 64);
     let once = groups(&[PAGE / 2, PAGE / 2], 1, PAGE / 2 + 1);
     assert_eq!(wanted(&once, 8), 2);
     let twice = groups(&[PAGE / 2, PAGE / 2], 2, PAGE / 2 + 1);

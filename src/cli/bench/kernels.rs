@@ -28,7 +28,7 @@ const PAST: usize = 127;
 
 pub fn run(meter: &mut Meter, source: &Source) {
     let Source { arch, name, .. } = source;
-    let (d, layer, f) = (arch.width, arch.blocks[0].attention(), arch.blocks[0].mlp().width);
+    let (d, layer, f) = (arch.width, arch.attention(), arch.blocks[0].mlp().width);
     let mut shapes =
         vec![(layer.q_width(), d), (layer.kv_width(), d), (d, layer.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
     shapes.sort_unstable();
@@ -69,7 +69,7 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
 
 /// The attention of a layer, without its window.
 fn full_attention(arch: &Arch) -> AttentionSpec {
-    AttentionSpec { window: None, ..*arch.blocks[0].attention() }
+    AttentionSpec { window: None, ..*arch.attention() }
 }
 
 fn packed_attention(meter: &mut Meter, name: &str, arch: &Arch) {

@@ -6,7 +6,7 @@ use crate::error::{Result, format_bytes};
 use crate::launch::gpu;
 use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
-use crate::model::{Arch, Head, OnDisk, ParamTable, Tensors};
+use crate::model::{Arch, DeltaSpec, Head, OnDisk, ParamTable, Tensors};
 use crate::text::Tokenizer;
 use std::path::Path;
 
@@ -40,7 +40,7 @@ fn of_arch(arch: &Arch) -> Rows {
     };
     let inside = arch.wrapper.as_ref().map_or(String::new(), |wrapper| format!(", inside {}", wrapper.name()));
     let parameters = grouped(ParamTable::new(arch, arch.head).parameters() as u64);
-    let (attention, mlp) = (arch.blocks[0].attention(), arch.blocks[0].mlp());
+    let (attention, mlp) = (arch.attention(), arch.blocks[0].mlp());
     let tied = match arch.head {
         Head::LanguageModel if arch.tied => ", tied to the embedding",
         Head::LanguageModel => ", with a matrix of its own",
@@ -82,10 +82,18 @@ fn layers(arch: &Arch) -> Vec<String> {
     let text = |((window, rope), count): ((Option<usize>, usize), usize)| {
         let window =
             window.map_or("all earlier tokens".into(), |window| format!("a window of {}", counted(window, "token")));
-        let rope = describe_rope(&arch.ropes[rope], arch.blocks[0].attention().head_dim);
+        let rope = describe_rope(&arch.ropes[rope], arch.attention().head_dim);
         format!("{count} with {window}, {rope}")
     };
-    kinds.into_iter().map(text).collect()
+    let delta = |of: &DeltaSpec| {
+        let DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps } = of;
+        format!(
+            "{} with the gated delta rule, {value_heads} states of {key_dim} x {value_dim} on {key_heads} key heads, \
+             convolutions of {taps} tokens",
+            arch.deltas().count()
+        )
+    };
+    kinds.into_iter().map(text).chain(arch.deltas().next().map(delta)).collect()
 }
 
 fn describe_rope(rope: &Rope, head_dim: usize) -> String {

@@ -12,6 +12,8 @@ pub enum Activation {
     /// GeGLU with the tanh form of GELU (arXiv:1606.08415): x (1 + tanh(u)) / 2 = x s with s = 1 / (1 + exp(-2 u)) and
     /// u = sqrt(2 / pi) (x + 0.044715 x^3). Its slope is s (1 + 2 x (1 - s) u').
     GeluTanh,
+    /// A gate alone: s = 1 / (1 + exp(-x)), with slope s (1 - s). No GPU kernel supports it.
+    Sigmoid,
 }
 
 impl Activation {
@@ -20,6 +22,7 @@ impl Activation {
         match self {
             Self::Silu => "silu",
             Self::GeluTanh => "gelu_pytorch_tanh",
+            Self::Sigmoid => "sigmoid",
         }
     }
 }
@@ -48,12 +51,21 @@ leveled! {
     }
 }
 
+leveled! {
+    fn sigmoid_forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            *y = up / (1.0 + exp(-gate));
+        }
+    }
+}
+
 pub fn forward(activation: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
     pool().parts(y, 1024, gate.len() < SERIAL_MAX, &|range, y| match activation {
         Activation::Silu => silu_forward(level, &gate[range.clone()], &up[range], y),
         Activation::GeluTanh => gelu_forward(level, &gate[range.clone()], &up[range], y),
+        Activation::Sigmoid => sigmoid_forward(level, &gate[range.clone()], &up[range], y),
     });
 }
 
@@ -80,6 +92,16 @@ leveled! {
     }
 }
 
+leveled! {
+    fn sigmoid_backward(gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
+        for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
+            let sigmoid = 1.0 / (1.0 + exp(-gate));
+            *dgate = dy * up * (sigmoid * (1.0 - sigmoid));
+            *dup = dy * sigmoid;
+        }
+    }
+}
+
 pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
     assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
     let level = level();
@@ -91,6 +113,7 @@ pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dg
         match activation {
             Activation::Silu => silu_backward(level, gate, up, dy, dgate, dup),
             Activation::GeluTanh => gelu_backward(level, gate, up, dy, dgate, dup),
+            Activation::Sigmoid => sigmoid_backward(level, gate, up, dy, dgate, dup),
         }
     });
 }

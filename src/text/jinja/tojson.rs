@@ -143,27 +143,27 @@ impl Serialize for Json<'_> {
         match value.kind() {
             ValueKind::String => to.serialize_str(value.as_str().unwrap_or_default()),
             ValueKind::Seq | ValueKind::Iterable if !is_generator(value) => {
-                let items: Vec<Value> = value.try_iter().map_err(failed)?.collect();
+                let items: Vec<Value> = value.try_iter().map_err(|e| failed(&e))?.collect();
                 to.collect_seq(items.iter().map(|value| Json { value, sort }))
             }
             ValueKind::Map => {
                 let mut fields = pairs(value);
                 if sort {
-                    sort_by_key(&mut fields).map_err(failed)?;
+                    sort_by_key(&mut fields).map_err(|e| failed(&e))?;
                 }
                 let mut map = to.serialize_map(None)?;
                 for (name, value) in &fields {
                     let text = name.as_str().map_or_else(|| scalar(name), |text| Ok(text.to_owned()));
-                    map.serialize_entry(&text.map_err(failed)?, &Json { value, sort })?;
+                    map.serialize_entry(&text.map_err(|e| failed(&e))?, &Json { value, sort })?;
                 }
                 map.end()
             }
-            _ => to.serialize_bytes(scalar(value).map_err(failed)?.as_bytes()),
+            _ => to.serialize_bytes(scalar(value).map_err(|e| failed(&e))?.as_bytes()),
         }
     }
 }
 
-fn failed<E: ser::Error>(error: Error) -> E {
+fn failed<E: ser::Error>(error: &Error) -> E {
     E::custom(error.detail().unwrap_or_default())
 }
 

@@ -1,0 +1,419 @@
+//! The gated delta rule (arXiv:2412.06464), token by token. For each value head, with S (key dim, value dim):
+//!
+//!   S' = a_t S_(t-1),  u_t = b_t (v_t - S'^T k_t),  S_t = S' + k_t u_t^T,  o_t = S'^T q_t + (q_t . k_t) u_t = S_t^T q_t
+//!
+//! The columns of S do not depend on each other, so a task walks over the tokens with a tile of `BLOCK` columns, which
+//! stays in the cache. The update of token t and the decay of token t + 1 are one pass. A sum over the key dim is one
+//! ascending chain for each column. So the bits do not depend on how a sequence is divided into calls.
+
+use super::lanes;
+use super::pool::{Shares, pool};
+use super::scratch::{Rest, taken, with_scratch};
+use super::vector::BLOCK;
+use crate::device::null;
+use crate::device::simd::{level, leveled};
+
+/// The heads of a layer that a rank computes. Value head h reads key head h / (value_heads / key_heads).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    pub key_heads: usize,
+    pub value_heads: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+}
+
+impl DeltaShape {
+    fn blocks(&self) -> usize {
+        self.value_dim.div_ceil(BLOCK)
+    }
+
+    fn tile_len(&self) -> usize {
+        self.key_dim * BLOCK
+    }
+
+    /// Values of the state of all heads: tiles [value head][block of columns][key dim][BLOCK].
+    pub fn state_len(&self) -> usize {
+        self.value_heads * self.blocks() * self.tile_len()
+    }
+
+    fn key_head(&self, value_head: usize) -> usize {
+        value_head * self.key_heads / self.value_heads
+    }
+}
+
+/// Consecutive tokens of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateRow {
+    /// The first row of a batch, and the number of rows.
+    pub start: usize,
+    pub tokens: usize,
+    /// Whether the sequence begins here. Otherwise the page has the state after the token before.
+    pub is_first: bool,
+    /// The page that gets the state after the last token.
+    pub page: Option<u32>,
+}
+
+impl StateRow {
+    /// Whole sequences: [0, end of sequence 0, ...].
+    pub fn whole(cu_seqlens: &[usize]) -> Vec<Self> {
+        let row = |ends: &[usize]| Self { start: ends[0], tokens: ends[1] - ends[0], is_first: true, page: None };
+        cu_seqlens.windows(2).map(row).collect()
+    }
+}
+
+/// The pages of a cache of states.
+#[derive(Debug)]
+pub struct StatePages<'a> {
+    pub values: &'a mut [f32],
+    pub page_len: usize,
+}
+
+/// The inputs: q, k (t, key heads * key dim); v (t, value heads * value dim); decay a and rate b (t, value heads).
+#[derive(Clone, Copy, Debug)]
+pub struct Inputs<'a> {
+    pub q: &'a [f32],
+    pub k: &'a [f32],
+    pub v: &'a [f32],
+    pub decay: &'a [f32],
+    pub rate: &'a [f32],
+}
+
+/// A tile's view of the inputs: one value head, and one block of its columns.
+struct Tile<'a> {
+    x: &'a Inputs<'a>,
+    shape: &'a DeltaShape,
+    head: usize,
+    /// The first column of the head, and the number of columns.
+    column: usize,
+    columns: usize,
+}
+
+impl<'a> Tile<'a> {
+    fn new(x: &'a Inputs<'a>, shape: &'a DeltaShape, head: usize, block: usize) -> Self {
+        let column = block * BLOCK;
+        Self { x, shape, head, column, columns: BLOCK.min(shape.value_dim - column) }
+    }
+
+    #[inline(always)]
+    fn keys(&self, of: &'a [f32], t: usize) -> &'a [f32] {
+        let s = self.shape;
+        &of[(t * s.key_heads + s.key_head(self.head)) * s.key_dim..][..s.key_dim]
+    }
+
+    /// The first of its columns of token t, in a tensor with the shape of v.
+    #[inline(always)]
+    fn at(&self, t: usize) -> usize {
+        (t * self.shape.value_heads + self.head) * self.shape.value_dim + self.column
+    }
+
+    #[inline(always)]
+    fn values(&self, of: &[f32], t: usize) -> [f32; BLOCK] {
+        let mut values = [0.0; BLOCK];
+        values[..self.columns].copy_from_slice(&of[self.at(t)..][..self.columns]);
+        values
+    }
+
+    #[inline(always)]
+    fn gates(&self, t: usize) -> (f32, f32) {
+        let at = t * self.shape.value_heads + self.head;
+        (self.x.decay[at], self.x.rate[at])
+    }
+}
+
+leveled! {
+    /// Moves the state in `tile` over the tokens from `start` on. Writes o, if there is one.
+    fn walk(of: &Tile<'_>, tile: &mut [f32], start: usize, tokens: usize, o: Option<&Shares<f32>>) {
+        let (mut u, mut before) = ([0.0f32; BLOCK], of.keys(of.x.k, start));
+        for t in start..start + tokens {
+            let (q, k, v, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.values(of.x.v, t), of.gates(t));
+            let (mut r, mut p) = ([0.0f32; BLOCK], [0.0f32; BLOCK]);
+            for (((s, &before), &k), &q) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().zip(before).zip(k).zip(q) {
+                for c in 0..BLOCK {
+                    let x = before.mul_add(u[c], s[c]) * a;
+                    s[c] = x;
+                    r[c] = x.mul_add(k, r[c]);
+                    p[c] = x.mul_add(q, p[c]);
+                }
+            }
+            for c in 0..BLOCK {
+                u[c] = b * (v[c] - r[c]);
+            }
+            before = k;
+            if let Some(o) = o {
+                let both = lanes::dot::<BLOCK>(q, k);
+                // SAFETY: the columns of a head and a token belong to one tile alone, and lie within o.
+                let o = unsafe { o.slice(of.at(t)..of.at(t) + of.columns) };
+                for (o, (&u, &p)) in o.iter_mut().zip(u.iter().zip(&p)) {
+                    *o = both.mul_add(u, p);
+                }
+            }
+        }
+        for (s, &k) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().zip(before) {
+            for c in 0..BLOCK {
+                s[c] = k.mul_add(u[c], s[c]);
+            }
+        }
+    }
+}
+
+/// Writes o, of the shape of v, and the states after the rows to their pages, from value `offset` of a page on. The state
+/// before a row that does not begin a sequence is read there.
+pub fn forward(
+    x: &Inputs,
+    rows: &[StateRow],
+    shape: &DeltaShape,
+    pages: Option<(&mut StatePages, usize)>,
+    o: &mut [f32],
+) {
+    assert_eq!(o.len(), x.v.len());
+    if null::is_active() {
+        return;
+    }
+    let (level, o) = (level(), Shares::new(o));
+    let pages = pages.map(|(pages, offset)| (pages.page_len, offset, Shares::new(pages.values)));
+    let (blocks, len) = (shape.blocks(), shape.tile_len());
+    // Heads first, so that each thread gets equally many of each row.
+    pool().ranges(shape.value_heads * rows.len(), 1, false, &|tasks| {
+        with_scratch(len, |tile| {
+            for task in tasks {
+                let (head, row) = (task / rows.len(), rows[task % rows.len()]);
+                for block in 0..blocks {
+                    let kept = row.page.zip(pages.as_ref()).map(|(page, (page_len, offset, shares))| {
+                        let start = page as usize * page_len + offset + (head * blocks + block) * len;
+                        // SAFETY: each row has a page of its own, and its tiles belong to one task each; all pages
+                        // lie within the cache.
+                        unsafe { shares.slice(start..start + len) }
+                    });
+                    match &kept {
+                        Some(kept) if !row.is_first => tile.copy_from_slice(kept),
+                        _ => tile.fill(0.0),
+                    }
+                    walk(level, &Tile::new(x, shape, head, block), tile, row.start, row.tokens, Some(&o));
+                    if let Some(kept) = kept {
+                        kept.copy_from_slice(tile);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Gradients, of the shapes of the inputs.
+pub struct Slopes<'a> {
+    pub q: &'a mut [f32],
+    pub k: &'a mut [f32],
+    pub v: &'a mut [f32],
+    pub decay: &'a mut [f32],
+    pub rate: &'a mut [f32],
+}
+
+/// `Slopes`, of which each task writes its own part.
+struct SharedSlopes {
+    q: Shares<f32>,
+    k: Shares<f32>,
+    v: Shares<f32>,
+    decay: Shares<f32>,
+    rate: Shares<f32>,
+}
+
+/// The number of tokens whose states the backward keeps at a time.
+const CHUNK: usize = 32;
+
+leveled! {
+    /// Fills `states` with the state before `start`, which it contains, and after each of the tokens. Writes their u
+    /// and v - r.
+    fn states_of(of: &Tile<'_>, states: &mut [f32], start: usize, u_of: &mut [f32], rest_of: &mut [f32]) {
+        let len = of.shape.tile_len();
+        let rows = u_of.as_chunks_mut::<BLOCK>().0.iter_mut().zip(rest_of.as_chunks_mut::<BLOCK>().0);
+        for (i, (u, rest)) in rows.enumerate() {
+            let t = start + i;
+            let (k, v, (a, b)) = (of.keys(of.x.k, t), of.values(of.x.v, t), of.gates(t));
+            let (old, new) = states[i * len..(i + 2) * len].split_at_mut(len);
+            let (old, new) = (old.as_chunks::<BLOCK>().0, new.as_chunks_mut::<BLOCK>().0);
+            let mut r = [0.0f32; BLOCK];
+            for ((old, new), &k) in old.iter().zip(&mut *new).zip(k) {
+                for c in 0..BLOCK {
+                    let x = old[c] * a;
+                    new[c] = x;
+                    r[c] = x.mul_add(k, r[c]);
+                }
+            }
+            for c in 0..BLOCK {
+                rest[c] = v[c] - r[c];
+                u[c] = b * rest[c];
+            }
+            for (new, &k) in new.iter_mut().zip(k) {
+                for c in 0..BLOCK {
+                    new[c] = k.mul_add(u[c], new[c]);
+                }
+            }
+        }
+    }
+}
+
+/// The sum of the products of all lanes.
+#[inline(always)]
+fn dot(a: &[f32; BLOCK], b: &[f32; BLOCK]) -> f32 {
+    let mut products = [0.0f32; BLOCK];
+    for c in 0..BLOCK {
+        products[c] = a[c] * b[c];
+    }
+    lanes::fold(products)
+}
+
+leveled! {
+    /// The backward of the tokens of one chunk, from the last to the first. `slope` is dS, after the chunk and then
+    /// before it.
+    ///
+    ///   dS_t += q_t do_t^T,  dq_t = S_t do_t,  du_t = dS_t^T k_t,  dv_t = b_t du_t,  db_t = du_t . (v_t - r_t)
+    ///   dk_t = dS_t u_t - S'_t dv_t,  dS' = dS_t - k_t dv_t^T,  da_t = dS' : S_(t-1),  dS_(t-1) = a_t dS'
+    fn chunk_backward(
+        of: &Tile<'_>, states: &[f32], start: usize, d_o: &[f32], updates: [&[f32]; 2], slope: &mut [f32],
+        out: &SharedSlopes
+    ) {
+        let (s, len, [u_of, rest_of]) = (of.shape, of.shape.tile_len(), updates);
+        for (i, (u, rest)) in u_of.as_chunks::<BLOCK>().0.iter().zip(rest_of.as_chunks().0).enumerate().rev() {
+            let t = start + i;
+            let (q, k, d_o, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.values(d_o, t), of.gates(t));
+            let old = states[i * len..(i + 1) * len].as_chunks::<BLOCK>().0;
+            let new = states[(i + 1) * len..(i + 2) * len].as_chunks::<BLOCK>().0;
+            let keys = (t * s.key_heads + s.key_head(of.head)) * s.key_dim;
+            // SAFETY: a task has all value heads of its key head and all their columns, for the tokens of its row.
+            let (dq, dk) = unsafe { (out.q.slice(keys..keys + s.key_dim), out.k.slice(keys..keys + s.key_dim)) };
+            let mut du = [0.0f32; BLOCK];
+            let rows = slope.as_chunks_mut::<BLOCK>().0.iter_mut();
+            for (((((ds, new), &q), &k), dq), dk) in rows.zip(new).zip(q).zip(k).zip(dq).zip(&mut *dk) {
+                for c in 0..BLOCK {
+                    ds[c] = q.mul_add(d_o[c], ds[c]);
+                    du[c] = ds[c].mul_add(k, du[c]);
+                }
+                *dq += dot(new, &d_o);
+                *dk += dot(ds, u);
+            }
+            let mut dv = [0.0f32; BLOCK];
+            for c in 0..BLOCK {
+                dv[c] = b * du[c];
+            }
+            let mut da = [0.0f32; BLOCK];
+            for (((ds, old), &k), dk) in slope.as_chunks_mut::<BLOCK>().0.iter_mut().zip(old).zip(k).zip(dk) {
+                let mut before = [0.0f32; BLOCK];
+                for c in 0..BLOCK {
+                    before[c] = a * old[c];
+                    let x = ds[c] - k * dv[c];
+                    da[c] = x.mul_add(old[c], da[c]);
+                    ds[c] = a * x;
+                }
+                *dk -= dot(&before, &dv);
+            }
+            let gate = t * s.value_heads + of.head;
+            // SAFETY: as above.
+            unsafe {
+                out.v.slice(of.at(t)..of.at(t) + of.columns).copy_from_slice(&dv[..of.columns]);
+                out.decay.slice(gate..gate + 1)[0] += lanes::fold(da);
+                out.rate.slice(gate..gate + 1)[0] += dot(&du, rest);
+            }
+        }
+    }
+}
+
+/// The backward of whole sequences, from d_o of the shape of v. All slopes are overwritten.
+pub fn backward(x: &Inputs, rows: &[StateRow], shape: &DeltaShape, d_o: &[f32], slopes: Slopes) {
+    assert!(d_o.len() == x.v.len() && slopes.v.len() == x.v.len());
+    if null::is_active() {
+        return;
+    }
+    let level = level();
+    let Slopes { q, k, v, decay, rate } = slopes;
+    for all in [&mut *q, &mut *k, &mut *decay, &mut *rate] {
+        all.fill(0.0);
+    }
+    let [q, k, v, decay, rate] = [q, k, v, decay, rate].map(Shares::new);
+    let out = SharedSlopes { q, k, v, decay, rate };
+    let (len, group) = (shape.tile_len(), shape.value_heads / shape.key_heads);
+    let longest = rows.iter().map(|row| row.tokens.div_ceil(CHUNK)).max().unwrap_or(0);
+    let sizes = [longest * len, (CHUNK + 1) * len, len, CHUNK * BLOCK, CHUNK * BLOCK];
+    pool().ranges(shape.key_heads * rows.len(), 1, false, &|tasks| {
+        with_scratch(sizes.map(taken).iter().sum(), |scratch| {
+            let mut rest = Rest(scratch);
+            let [starts, states, slope, u_of, rest_of] = sizes.map(|len| rest.take_slice(len));
+            for task in tasks {
+                let (key_head, row) = (task / rows.len(), rows[task % rows.len()]);
+                let tiles = (0..group * shape.blocks())
+                    .map(|i| Tile::new(x, shape, key_head * group + i / shape.blocks(), i % shape.blocks()));
+                for of in tiles {
+                    let chunks: Vec<(usize, usize)> = (row.start..row.start + row.tokens)
+                        .step_by(CHUNK)
+                        .map(|at| (at, CHUNK.min(row.start + row.tokens - at)))
+                        .collect();
+                    slope.fill(0.0);
+                    for (chunk, &(at, tokens)) in chunks.iter().enumerate() {
+                        starts[chunk * len..][..len].copy_from_slice(slope);
+                        walk(level, &of, slope, at, tokens, None);
+                    }
+                    slope.fill(0.0);
+                    for (chunk, &(at, tokens)) in chunks.iter().enumerate().rev() {
+                        states[..len].copy_from_slice(&starts[chunk * len..][..len]);
+                        let (u_of, rest_of) = (&mut u_of[..tokens * BLOCK], &mut rest_of[..tokens * BLOCK]);
+                        states_of(level, &of, states, at, u_of, rest_of);
+                        chunk_backward(level, &of, states, at, d_o, [u_of, rest_of], slope, &out);
+                    }
+                }
+            }
+        });
+    });
+}
+
+/// Where the softplus is the identity, as in torch.
+const SOFTPLUS_MAX: f32 = 20.0;
+
+/// The decay a = exp(-exp(A) softplus(x + d)) and the rate b = 1 / (1 + exp(-y)) of each token and value head, from
+/// projections x and y (t, heads) and parameters A and d (heads).
+pub fn gates(x: &[f32], y: &[f32], log_a: &[f32], bias: &[f32], decay: &mut [f32], rate: &mut [f32]) {
+    assert!([y.len(), decay.len(), rate.len()] == [x.len(); 3]);
+    if null::is_active() {
+        return;
+    }
+    for (i, (decay, rate)) in decay.iter_mut().zip(rate).enumerate() {
+        let head = i % log_a.len();
+        *decay = (-log_a[head].exp() * softplus(x[i] + bias[head])).exp();
+        *rate = sigmoid(y[i]);
+    }
+}
+
+fn softplus(x: f32) -> f32 {
+    if x > SOFTPLUS_MAX { x } else { x.exp().ln_1p() }
+}
+
+fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Turns the gradients of decay and rate into those of x and y, in place. Adds the gradients of A and d.
+pub fn gates_backward(
+    [x, y]: [&[f32]; 2],
+    [log_a, bias]: [&[f32]; 2],
+    [decay, rate]: [&mut [f32]; 2],
+    [d_log_a, d_bias]: [&mut [f32]; 2],
+) {
+    if null::is_active() {
+        return;
+    }
+    let heads = log_a.len();
+    for head in 0..heads {
+        let factor = -log_a[head].exp();
+        let (mut of_a, mut of_bias) = (0.0f64, 0.0f64);
+        for i in (head..x.len()).step_by(heads) {
+            let input = x[i] + bias[head];
+            let gate = factor * softplus(input);
+            let slope = decay[i] * gate.exp();
+            let slope_of_input = slope * factor * if input > SOFTPLUS_MAX { 1.0 } else { sigmoid(input) };
+            of_a += f64::from(slope * gate);
+            of_bias += f64::from(slope_of_input);
+            decay[i] = slope_of_input;
+            let b = sigmoid(y[i]);
+            rate[i] *= b * (1.0 - b);
+        }
+        d_log_a[head] += of_a as f32;
+        d_bias[head] += of_bias as f32;
+    }
+}
