@@ -293,9 +293,16 @@ impl Arch {
                 let what = format!("({heads}) must be a multiple of num_key_value_heads ({kv_heads})");
                 return Err(c.wrong("num_attention_heads", &what));
             }
+            if heads * head_dim > WIDTH_MAX {
+                let what = format!("({heads}) times head_dim ({head_dim}) must be at most {WIDTH_MAX}");
+                return Err(c.wrong("num_attention_heads", &what));
+            }
             if !head_dim.is_multiple_of(2) {
                 return Err(c.wrong("head_dim", &format!("({head_dim}) must be even for rotary embeddings")));
             }
+        }
+        if let Some(mlp) = self.mlps().find(|mlp| mlp.width > WIDTH_MAX) {
+            return Err(c.wrong("intermediate_size", &format!("must be at most {WIDTH_MAX} (got {})", mlp.width)));
         }
         let eps = self.norm.eps;
         if eps.is_nan() || eps < 0.0 {

@@ -197,7 +197,7 @@ fn an_index_that_is_wrong_or_leaves_the_directory_is_rejected() {
 
 #[test]
 fn an_unsupported_config_is_rejected_and_its_key_is_named() {
-    let cases: [(&str, Value, &str); 16] = [
+    let cases: [(&str, Value, &str); 19] = [
         ("architectures", json!(["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
         ("architectures", json!(["GPT2LMHeadModel"]), "architecture \"GPT2LMHeadModel\" is not supported"),
         ("model_type", json!("mistral"), "does not match"),
@@ -210,6 +210,9 @@ fn an_unsupported_config_is_rejected_and_its_key_is_named() {
         ("hidden_size", json!(49), "hidden_size (49) must be a multiple of num_attention_heads"),
         ("num_key_value_heads", json!(3), "must be a multiple of num_key_value_heads (3)"),
         ("head_dim", json!(13), "head_dim (13) must be even"),
+        ("head_dim", json!(1 << 30), "num_attention_heads (4) times head_dim (1073741824) must be at most 1048576"),
+        ("num_attention_heads", json!(48 << 20), "must be a multiple of num_attention_heads"),
+        ("intermediate_size", json!(1 << 30), "intermediate_size must be at most 1048576 (got 1073741824)"),
         ("num_hidden_layers", json!(2_000_000_000), "num_hidden_layers must be at most 10000 (got 2000000000)"),
         ("intermediate_size", Value::Null, "intermediate_size is missing"),
         ("partial_rotary_factor", json!(0.5), "partial_rotary_factor"),
