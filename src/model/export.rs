@@ -279,6 +279,12 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     };
     config.insert("architectures".into(), json!([class]));
     config.insert("model_type".into(), json!(arch.family.name));
+    // transformers 5 does not know the old name of LongRoPE.
+    if let Some(kind) =
+        config.get_mut("rope_scaling").and_then(|rope| rope.get_mut("type")).filter(|kind| **kind == "su")
+    {
+        *kind = json!("longrope");
+    }
     let dtype = match dtype {
         DType::F32 => "float32",
         DType::Bf16 => "bfloat16",

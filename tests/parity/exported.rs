@@ -131,6 +131,8 @@ fn exports_have_the_tensors_of_their_source_under_its_names() {
             assert!(!is_other || (dtype, bytes) == (&ours[tensor].0, &ours[tensor].2), "{name}: {tensor}");
         }
         let config = json_of(&out.join("config.json"));
+        // The old name of LongRoPE, which transformers 5 rejects.
+        assert_ne!(config.get("rope_scaling").map(|rope| &rope["type"]), Some(&json!("su")), "{name}");
         assert_eq!(
             config.get("text_config").is_some(),
             json_of(&source.join("config.json")).contains_key("text_config")
