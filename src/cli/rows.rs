@@ -152,9 +152,12 @@ pub fn check(tokens: &[u32], arch: &Arch) -> Result<()> {
     }
     if tokens.len() > arch.context {
         let (n, context) = (tokens.len(), arch.context);
-        return Err(Error::data(format!(
-            "a row must have at most max_position_embeddings = {context} tokens (got {n})"
-        )));
+        let error = |key| Error::data(format!("a row must have at most {key} = {context} tokens (got {n})"));
+        return Err(if context < arch.positions {
+            error("original_max_position_embeddings").hint("`rlhf-hpc help families` explains the limit of LongRoPE")
+        } else {
+            error("max_position_embeddings")
+        });
     }
     Ok(())
 }

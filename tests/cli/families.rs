@@ -171,3 +171,13 @@ fn the_error_for_a_family_without_support_names_what_is_missing() {
     let refused = fixture.run(&["info", "around"]);
     refused.refused(65, &["model_type \"gemma4\" with text_config is not supported: ", "E2B, E4B"]).hinted("gemma3");
 }
+
+#[test]
+fn a_row_that_is_too_long_for_the_short_factors_of_long_rope_is_told_which_limit_it_exceeds() {
+    let fixture = Fixture::new();
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/phi3-long");
+    fixture.jsonl("long.jsonl", &[json!({"tokens": vec![3; 17]})]);
+    let model = model.to_str().expect("text");
+    let refused = fixture.run(&["logprobs", "--model", model, "--input", "long.jsonl"]);
+    refused.refused(65, &["at most original_max_position_embeddings = 16 tokens (got 17)"]).hinted("help families");
+}
