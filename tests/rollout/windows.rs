@@ -115,6 +115,29 @@ fn a_cache_with_windows_is_smaller_and_a_plan_counts_its_bytes() {
     }
 }
 
+/// Rows are longer than the windows. The last layer of `gemma3_text` alone has none.
+#[test]
+fn a_plan_counts_the_bytes_that_the_cache_of_a_family_with_windows_has_in_a_run() {
+    let config = RolloutConfig { batch_max: 4, prefill_tokens_max: 32, ..config(60, 1) };
+    for name in ["mistral", "gemma3_text"] {
+        let cache = || {
+            let model = golden(name);
+            let mut engine = Engine::new(&config, 0);
+            let requests = requested(&model.transformer, &prompts(&[60; 4]), &config);
+            let sampled = Model { transformer: &model.transformer, weights: &model.weights, tokenizer: None };
+            let done = engine.generate(sampled, Rng::new(1, Purpose::Sample), 0, &requests, &mut Hooks::default());
+            assert!(done.expect("a rollout").complete().is_some(), "{name}");
+            (engine.kv_bytes(), bytes(&model, 4 * 4) as usize)
+        };
+        let (real, whole) = cache();
+        assert!(real < whole, "{name}: {real} bytes, {whole} without windows");
+        let null = Null { threads: 1, memory_bytes: 1 << 30, gpu: None };
+        let (_, _, record) = arena::on_null(null, cache);
+        let planned = record.cache.expect("a cache").bytes;
+        assert!((planned as f64 / real as f64 - 1.0).abs() <= 0.02, "{name}: {planned} planned, {real} bytes");
+    }
+}
+
 #[test]
 fn a_beam_search_is_the_same_in_the_smallest_cache_that_holds_its_windows() {
     let (tiny, prompts) = (alternating(), prompts(&[3, 90, 64, 17, 33]));
