@@ -118,7 +118,7 @@ impl<'a> Reader<'a> {
 }
 
 /// Keys of config.json that `Arch` and `Rope` read, or that `init` and `export` use.
-const USED: [&str; 36] = [
+const USED: [&str; 37] = [
     "architectures",
     "attention_bias",
     "bos_token_id",
@@ -138,6 +138,7 @@ const USED: [&str; 36] = [
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "original_max_position_embeddings",
     "pad_token_id",
     "partial_rotary_factor",
     "quantization_config",

@@ -274,6 +274,7 @@ static FAMILIES: [Family; 15] = [
         classifier: "Ministral3ForSequenceClassification",
         norm_eps: 1e-5,
         windows: Windows::Everywhere(None),
+        rope: RopeDefaults { scales_queries: true, ..RopeDefaults::PLAIN },
         head_dim: Some(128),
         context: 262_144,
         ..MISTRAL
@@ -318,14 +319,13 @@ static FAMILIES: [Family; 15] = [
         name: "phi3",
         causal: "Phi3ForCausalLM",
         classifier: "Phi3ForSequenceClassification",
-        keys: &["original_max_position_embeddings"],
         qkv_bias: Bias::Never,
         o_bias: Bias::Never,
         mlp_bias: Bias::Never,
         files: FileForm { joins_qkv: true, joins_gate_up: true, ..FileForm::PLAIN },
         norm_eps: 1e-5,
         windows: Windows::Everywhere(None),
-        rope: RopeDefaults { partial: Some(1.0), is_longrope: true, ..RopeDefaults::PLAIN },
+        rope: RopeDefaults { partial: Some(1.0), longrope: Some(4096.0), ..RopeDefaults::PLAIN },
         context: 4096,
         ..LLAMA
     },

@@ -7,6 +7,8 @@ use std::f64::consts::PI;
 
 /// The base of the frequencies if config.json has none.
 const THETA: f64 = 10_000.0;
+/// The length of rows for which the model was made before its rope was scaled.
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// The scaling of the rotary frequencies for a longer context.
 #[derive(Clone, Debug, PartialEq)]
@@ -63,12 +65,15 @@ pub struct RopeDefaults {
     pub by_layer: Option<Option<f64>>,
     /// `None` if all columns of a head are rotated, always.
     pub partial: Option<f64>,
-    /// Whether "su" and "yarn" mean "longrope" (Phi-3).
-    pub is_longrope: bool,
+    /// "su" and "yarn" mean "longrope" (Phi-3). This is the default of `original_max_position_embeddings`, which is a key
+    /// of the model there.
+    pub longrope: Option<f64>,
+    /// Whether `llama_4_scaling_beta` scales queries.
+    pub scales_queries: bool,
 }
 
 impl RopeDefaults {
-    pub const PLAIN: Self = Self { theta: THETA, by_layer: None, partial: None, is_longrope: false };
+    pub const PLAIN: Self = Self { theta: THETA, by_layer: None, partial: None, longrope: None, scales_queries: false };
 }
 
 impl Rope {
@@ -140,10 +145,13 @@ impl Rope {
         let factor =
             || p.number("factor")?.filter(|f| *f >= 1.0).ok_or_else(|| p.wrong("factor", "must be at least 1"));
         let context = context as f64;
-        let original =
-            config.number("original_max_position_embeddings")?.or(p.number("original_max_position_embeddings")?);
+        let original = match above_zero(config, ORIGINAL)? {
+            None if family.longrope.is_some() => family.longrope,
+            None => above_zero(p, ORIGINAL)?,
+            found => found,
+        };
         let kind = match kind(p)?.as_str() {
-            "su" | "yarn" if family.is_longrope => "longrope".to_owned(),
+            "su" | "yarn" if family.longrope.is_some() => "longrope".to_owned(),
             kind => kind.to_owned(),
         };
         let scaling = match kind.as_str() {
@@ -151,12 +159,7 @@ impl Rope {
             "linear" => Scaling::Linear { factor: factor()? },
             // Dynamic NTK scaling changes nothing within the context, and longer rows are rejected.
             "dynamic" if original.is_none_or(|o| o >= context) => Scaling::None,
-            "llama3" => Scaling::Llama3 {
-                factor: factor()?,
-                low: p.needed("low_freq_factor")?,
-                high: p.needed("high_freq_factor")?,
-                original: p.needed("original_max_position_embeddings")?,
-            },
+            "llama3" => llama3(p, factor()?, original)?,
             "yarn" => {
                 let original = original.unwrap_or(context);
                 yarn(
@@ -165,13 +168,17 @@ impl Rope {
                     original,
                 )?
             }
-            "longrope" if family.is_longrope => longrope(p, context, original.unwrap_or(context))?,
+            "longrope" if family.longrope.is_some() => longrope(p, context, original.unwrap_or(context))?,
             other => {
                 return Err(Error::data(format!("config.json: rope type \"{other}\" is not supported"))
                     .hint("use a model with rope type default, linear, dynamic (within its context), llama3 or yarn"));
             }
         };
         let beta = p.number("llama_4_scaling_beta")?.filter(|beta| *beta != 0.0);
+        if let Some(beta) = beta.filter(|_| !family.scales_queries) {
+            let what = format!("must be 0 in this family, which does not scale queries (got {beta})");
+            return Err(p.wrong("llama_4_scaling_beta", &what));
+        }
         let query_scale = beta.map(|beta| (beta, original.unwrap_or(context)));
         Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale })
     }
@@ -253,6 +260,14 @@ impl Rope {
     }
 }
 
+/// A number that must be above 0, if it is set.
+fn above_zero(p: &Reader, key: &str) -> Result<Option<f64>> {
+    match p.number(key)? {
+        Some(x) if x <= 0.0 => Err(p.wrong(key, &format!("must be above 0 (got {x})"))),
+        found => Ok(found),
+    }
+}
+
 fn kind(p: &Reader) -> Result<String> {
     Ok(p.text("rope_type")?.or(p.text("type")?).unwrap_or_else(|| "default".into()))
 }
@@ -292,6 +307,16 @@ fn partial(config: &Reader, p: &Reader, default: Option<f64>) -> Result<f64> {
     }
 }
 
+fn llama3(p: &Reader, factor: f64, original: Option<f64>) -> Result<Scaling> {
+    let needed = |key, found: Option<f64>| found.ok_or_else(|| p.wrong(key, "is missing"));
+    let number = |key| needed(key, above_zero(p, key)?);
+    let (low, high) = (number("low_freq_factor")?, number("high_freq_factor")?);
+    if low >= high {
+        return Err(p.wrong("high_freq_factor", &format!("must be above low_freq_factor, {low} (got {high})")));
+    }
+    Ok(Scaling::Llama3 { factor, low, high, original: needed(ORIGINAL, original)? })
+}
+
 fn longrope(p: &Reader, context: f64, original: f64) -> Result<Scaling> {
     let factor = p.number("factor")?.unwrap_or(context / original);
     let temperature = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() };
@@ -299,21 +324,27 @@ fn longrope(p: &Reader, context: f64, original: f64) -> Result<Scaling> {
         short: p.numbers("short_factor")?,
         long: p.numbers("long_factor")?,
         original,
-        attention_factor: p.number("attention_factor")?.unwrap_or(temperature),
+        attention_factor: above_zero(p, "attention_factor")?.unwrap_or(temperature),
     })
 }
 
 fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {
     let temperature = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
-    let attention_factor = match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {
+    let attention_factor = match (above_zero(p, "attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?)
+    {
         (Some(given), _, _) => given,
         (None, Some(m), Some(all)) if m != 0.0 && all != 0.0 => temperature(m) / temperature(all),
         _ => temperature(1.0),
     };
+    // 0 means the default in transformers.
+    let turns = |key, default| match p.number(key)? {
+        None | Some(0.0) => Ok(default),
+        Some(_) => Ok(above_zero(p, key)?.unwrap_or(default)),
+    };
     Ok(Scaling::Yarn {
         factor,
-        fast: p.number("beta_fast")?.unwrap_or(32.0),
-        slow: p.number("beta_slow")?.unwrap_or(1.0),
+        fast: turns("beta_fast", 32.0)?,
+        slow: turns("beta_slow", 1.0)?,
         original,
         attention_factor,
         truncate: p.flag("truncate")?.unwrap_or(true),

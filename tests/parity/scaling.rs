@@ -65,3 +65,54 @@ fn rope_scaling_replaces_rope_parameters_and_a_setting_that_would_be_lost_is_rej
         assert!(error.contains(words), "{words} in {error}");
     }
 }
+
+/// A scaling, a key of it, a value, and the error.
+const WRONG: [(&str, &str, f64, &str); 12] = [
+    ("llama3", "low_freq_factor", 4.0, "high_freq_factor must be above low_freq_factor, 4 (got 4)"),
+    ("llama3", "low_freq_factor", 8.0, "high_freq_factor must be above low_freq_factor, 8 (got 4)"),
+    ("llama3", "low_freq_factor", 0.0, "low_freq_factor must be above 0 (got 0)"),
+    ("llama3", "high_freq_factor", -1.0, "high_freq_factor must be above 0 (got -1)"),
+    ("llama3", "original_max_position_embeddings", 0.0, "original_max_position_embeddings must be above 0 (got 0)"),
+    ("llama3", "factor", 0.5, "factor must be at least 1"),
+    ("yarn", "original_max_position_embeddings", -4.0, "original_max_position_embeddings must be above 0 (got -4)"),
+    ("yarn", "beta_fast", -1.0, "beta_fast must be above 0 (got -1)"),
+    ("yarn", "beta_slow", -1.0, "beta_slow must be above 0 (got -1)"),
+    ("yarn", "attention_factor", 0.0, "attention_factor must be above 0 (got 0)"),
+    ("yarn", "llama_4_scaling_beta", 0.5, "llama_4_scaling_beta must be 0 in this family"),
+    ("default", "rope_theta", 1.0, "rope_theta must be above 1 (got 1)"),
+];
+
+#[test]
+fn a_number_of_a_scaling_that_means_nothing_is_rejected_and_named() {
+    let rope = |kind: &str| {
+        json!({"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    };
+    for (kind, key, value, words) in WRONG {
+        let mut rope = rope(kind);
+        assert!(Arch::from_config(&config(&rope)).is_ok(), "{kind}");
+        rope[key] = json!(value);
+        let error = Arch::from_config(&config(&rope)).expect_err(words).to_string();
+        assert!(error.contains(words), "{words} is not in {error}");
+    }
+    // As in transformers, 0 means the default.
+    let mut zero = rope("yarn");
+    zero["beta_fast"] = json!(0);
+    zero["beta_slow"] = json!(0.0);
+    let ropes = |rope: &Value| Arch::from_config(&config(rope)).expect("a model").ropes;
+    assert_eq!(ropes(&zero), ropes(&rope("yarn")));
+}
+
+#[test]
+fn the_original_length_of_the_model_replaces_that_of_its_scaling() {
+    for kind in ["llama3", "yarn"] {
+        let rope = |original: u32| {
+            json!({"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": original,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+        };
+        let mut both = config(&rope(32));
+        both.insert("original_max_position_embeddings".into(), json!(64));
+        let ropes = |config| Arch::from_config(config).expect("a model").ropes;
+        assert_eq!(ropes(&both), ropes(&config(&rope(64))), "{kind}");
+    }
+}
