@@ -2,6 +2,7 @@
 # Trains a small model from scratch on this machine's CPU. It makes a corpus of arithmetic questions and a tokenizer,
 # fine-tunes a new model on noisy demonstrations, improves it with PPO against a rule, and compares both models.
 # Usage: jobs/quickstart/run.sh [key.path=value ...]     (overrides for the PPO job; FRESH=1 starts over)
+# MODEL=qwen3_5.json trains a model of that shape instead of model.json: layers with the gated delta rule.
 # Run the same command again to resume. All results are in jobs/quickstart/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -17,9 +18,15 @@ if [ ! -f work/shards/questions.idx ]; then
   "$RLHF_HPC" shard work/arithmetic.jsonl --tokenizer work/tokenizer --out work/shards/questions --force \
     --response-key demonstration --label-key answer --split-field split
 fi
+model=${MODEL:-model.json}
+if [ -f work/model.json ] && ! cmp -s "$model" work/model.json; then
+  echo "error: $here/work has the results of another model than $model; set FRESH=1 to replace them" >&2
+  exit 2
+fi
 if [ ! -f work/base/model.safetensors ]; then
   say "a new model"
-  "$RLHF_HPC" init --config model.json --tokenizer work/tokenizer --out work/base --force --seed 1
+  cp "$model" work/model.json
+  "$RLHF_HPC" init --config "$model" --tokenizer work/tokenizer --out work/base --force --seed 1
 fi
 if [ ! -f work/sft/export/model.safetensors ]; then
   say "supervised fine-tuning on noisy demonstrations"

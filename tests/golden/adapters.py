@@ -38,6 +38,7 @@ SETTINGS = {
     "gemma3": dict(target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"),
     "olmo2": {},
     "granite": dict(use_rslora=True, lora_alpha=3),
+    "qwen3_5_text": dict(rank_pattern={"in_proj_qkv": 3, "in_proj_a": 2}),
 }
 
 
@@ -84,6 +85,7 @@ def make(name, seed):
 
 
 if __name__ == "__main__":
+    models.with_exact_states()
     for number, name in enumerate(SETTINGS):
         if name in sys.argv[1:] or len(sys.argv) == 1:
             shutil.rmtree(OUT / name, ignore_errors=True)

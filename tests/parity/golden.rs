@@ -32,7 +32,7 @@ pub const DENSE_MODELS: [&str; 17] = [
     "qwen3_5",
 ];
 /// Language models with adapters.
-pub const ADAPTED: [&str; 11] = [
+pub const ADAPTED: [&str; 12] = [
     "llama2",
     "llama3",
     "mistral",
@@ -44,6 +44,7 @@ pub const ADAPTED: [&str; 11] = [
     "gemma3",
     "olmo2",
     "granite",
+    "qwen3_5_text",
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];

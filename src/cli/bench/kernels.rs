@@ -8,6 +8,7 @@ use crate::model::cost::{self, Work};
 use crate::model::{Arch, AttentionSpec, TensorPart};
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
+use crate::ops::delta::{self, DeltaShape, StateLayer, StateRow, States};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
@@ -41,6 +42,9 @@ pub fn run(meter: &mut Meter, source: &Source) {
         shared_attention(meter, name, arch, size);
     }
     decode_attention(meter, name, arch);
+    if let Some(spec) = arch.deltas().next() {
+        delta_rule(meter, name, &spec.shape(TensorPart::whole()));
+    }
     head(meter, name, arch);
     streams(meter, name, arch);
 }
@@ -140,6 +144,35 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     };
     meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {
         attention::forward_paged(&q, &cache, &paged, &shape, &mut o);
+    });
+}
+
+/// The gated delta rule over packed rows, its backward, and one token of each sequence.
+fn delta_rule(meter: &mut Meter, name: &str, shape: &DeltaShape) {
+    let (keys, values) = (shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim);
+    let inputs = |t: usize| {
+        let widths = [keys, keys, values, shape.value_heads, shape.value_heads];
+        widths.map(|width| filled(t, width))
+    };
+    let cu_seqlens: Vec<usize> = (0..=BATCH).map(|row| row * TOKENS).collect();
+    let (x, rows) = (inputs(BATCH * TOKENS), StateRow::whole(&cu_seqlens));
+    let d_o = filled(BATCH * TOKENS, values);
+    let cost = |tokens: usize| Work { attention: delta::flops(shape, tokens), ..Work::default() };
+    let label = |what: &str| format!("{name} delta rule{what} {BATCH} x {TOKENS}");
+    meter.short(&label(""), Some(BATCH * TOKENS), cost(BATCH * TOKENS), || {
+        drop(delta::forward(x.each_ref(), shape, &mut States::whole(&cu_seqlens), 0));
+    });
+    let twice = cost(BATCH * TOKENS) + cost(BATCH * TOKENS);
+    meter.short(&label(" backward"), Some(BATCH * TOKENS), twice, || {
+        drop(delta::backward(x.each_ref(), shape, &rows, &d_o));
+    });
+    let (mut cache, x) = (StateLayer::new(DECODED, shape.state_len()), inputs(DECODED));
+    let pages: Vec<[u32; 1]> = (0..DECODED as u32).map(|page| [page]).collect();
+    let sequences: Vec<PagedSequence> =
+        pages.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
+    let paged = sequences.as_slice().into();
+    meter.short(&format!("{name} delta rule decode {DECODED}"), Some(DECODED), cost(DECODED), || {
+        drop(delta::forward(x.each_ref(), shape, &mut States::cached(&mut cache, &paged), 0));
     });
 }
 
