@@ -193,7 +193,7 @@ pub(super) const SLIDING: &str = "sliding_attention";
 /// Layers without attention.
 pub(super) const LINEAR: &str = "linear_attention";
 /// Keys of a rotary embedding that `Rope` reads, or that only describe its origin.
-const ROPE: [&str; 21] = [
+const ROPE: [&str; 19] = [
     "attention_factor",
     "beta_fast",
     "beta_slow",
@@ -204,9 +204,6 @@ const ROPE: [&str; 21] = [
     "long_factor",
     "low_freq_factor",
     "max_position_embeddings",
-    // The positions of images. Those of text are equal.
-    "mrope_interleaved",
-    "mrope_section",
     "mscale",
     "mscale_all_dim",
     "original_max_position_embeddings",
@@ -234,15 +231,16 @@ pub(super) fn warnings(dir: &Path, config: &Map<String, Value>, of_family: &[&st
     let path = dir.join("config.json");
     let ropes = ["rope_parameters", "rope_scaling"]
         .into_iter()
-        .flat_map(|name| config.get(name).map(|rope| of_rope(&path.join(name), rope)).unwrap_or_default());
+        .flat_map(|name| config.get(name).map(|rope| of_rope(&path.join(name), rope, of_family)).unwrap_or_default());
     stderr::unknown_keys(&path, config, known).into_iter().chain(ropes).collect()
 }
 
 /// The same for a rotary embedding, or one of each kind of layers.
-fn of_rope(path: &Path, rope: &Value) -> Vec<String> {
+fn of_rope(path: &Path, rope: &Value, of_family: &[&str]) -> Vec<String> {
     let Some(rope) = rope.as_object() else { return Vec::new() };
-    let known = |key: &str| ROPE.contains(&key) || (rope[key].is_object() && [FULL, SLIDING].contains(&key));
-    let kinds = rope.iter().flat_map(|(kind, of_kind)| of_rope(&path.join(kind), of_kind));
+    let is_known = |key: &str| ROPE.contains(&key) || of_family.contains(&key);
+    let known = |key: &str| is_known(key) || (rope[key].is_object() && [FULL, SLIDING].contains(&key));
+    let kinds = rope.iter().flat_map(|(kind, of_kind)| of_rope(&path.join(kind), of_kind, of_family));
     stderr::unknown_keys(path, rope, known).into_iter().chain(kinds).collect()
 }
 

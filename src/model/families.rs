@@ -253,6 +253,9 @@ static FAMILIES: [Family; 15] = [
             "linear_num_value_heads",
             "linear_value_head_dim",
             "mamba_ssm_dtype",
+            // The positions of images. Those of text are equal.
+            "mrope_interleaved",
+            "mrope_section",
             // Layers that predict further tokens, whose tensors an export keeps.
             "mtp_num_hidden_layers",
             "mtp_use_dedicated_embeddings",

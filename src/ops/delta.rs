@@ -34,7 +34,7 @@ impl StateLayer {
         self.values.bytes()
     }
 
-    /// Copies page `from` to page `to`, for a state from which several sequences go on.
+    /// Copies page `from` to page `to`, for a state from which several sequences continue.
     pub fn copy_page(&mut self, from: u32, to: u32) {
         let (from, to, len) = (from as usize * self.page_len, to as usize * self.page_len, self.page_len);
         self.values.all_mut().f32().copy_within(from..from + len, to);

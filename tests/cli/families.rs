@@ -173,7 +173,7 @@ fn the_error_for_a_family_without_support_names_what_is_missing() {
 }
 
 #[test]
-fn a_row_that_is_too_long_for_the_short_factors_of_long_rope_is_told_which_limit_it_exceeds() {
+fn the_error_for_a_row_that_is_too_long_for_the_short_factors_of_long_rope_names_the_limit_that_it_exceeds() {
     let fixture = Fixture::new();
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/phi3-long");
     fixture.jsonl("long.jsonl", &[json!({"tokens": vec![3; 17]})]);
