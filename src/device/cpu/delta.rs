@@ -219,98 +219,128 @@ struct SharedSlopes {
 /// The number of tokens whose states the backward keeps at a time.
 const CHUNK: usize = 32;
 
+/// The transposed tile [column][key dim] of a tile [key dim][BLOCK]. Rows have `row` values; those past the key dim are 0.
+fn transpose(tile: &[f32], row: usize, to: &mut [f32]) {
+    to.fill(0.0);
+    for (i, values) in tile.as_chunks::<BLOCK>().0.iter().enumerate() {
+        values.iter().enumerate().for_each(|(c, x)| to[c * row + i] = *x);
+    }
+}
+
+/// The inputs of a token: q and k with zeros after the key dim.
+struct Padded<'a> {
+    q: &'a mut [f32],
+    k: &'a mut [f32],
+}
+
+impl Padded<'_> {
+    #[inline(always)]
+    fn read(&mut self, of: &Tile<'_>, t: usize) {
+        let dim = of.shape.key_dim;
+        self.q[..dim].copy_from_slice(of.keys(of.x.q, t));
+        self.k[..dim].copy_from_slice(of.keys(of.x.k, t));
+    }
+}
+
 leveled! {
-    /// Fills `states` with the state before `start`, which it contains, and after each of the tokens. Writes their u
-    /// and v - r.
-    fn states_of(of: &Tile<'_>, states: &mut [f32], start: usize, u_of: &mut [f32], rest_of: &mut [f32]) {
-        let len = of.shape.tile_len();
-        let rows = u_of.as_chunks_mut::<BLOCK>().0.iter_mut().zip(rest_of.as_chunks_mut::<BLOCK>().0);
-        for (i, (u, rest)) in rows.enumerate() {
+    /// Fills `states`, transposed tiles, with the state before `start`, which it contains, and after each of the tokens.
+    /// Writes their u and v - r.
+    fn states_of(
+        of: &Tile<'_>, states: &mut [f32], start: usize, x: &mut Padded<'_>, u_of: &mut [f32], rest_of: &mut [f32]
+    ) {
+        let (row, len) = (x.k.len(), x.k.len() * BLOCK);
+        let tokens = u_of.as_chunks_mut::<BLOCK>().0.iter_mut().zip(rest_of.as_chunks_mut::<BLOCK>().0);
+        for (i, (u, rest)) in tokens.enumerate() {
             let t = start + i;
-            let (k, v, (a, b)) = (of.keys(of.x.k, t), of.values(of.x.v, t), of.gates(t));
+            x.read(of, t);
+            let (v, (a, b)) = (of.values(of.x.v, t), of.gates(t));
             let (old, new) = states[i * len..(i + 2) * len].split_at_mut(len);
-            let (old, new) = (old.as_chunks::<BLOCK>().0, new.as_chunks_mut::<BLOCK>().0);
-            let mut r = [0.0f32; BLOCK];
-            for ((old, new), &k) in old.iter().zip(&mut *new).zip(k) {
-                for c in 0..BLOCK {
-                    let x = old[c] * a;
-                    new[c] = x;
-                    r[c] = x.mul_add(k, r[c]);
+            let (k, _) = x.k.as_chunks::<BLOCK>();
+            for (c, (old, new)) in old.chunks_exact(row).zip(new.chunks_exact_mut(row)).take(of.columns).enumerate() {
+                let (old, new) = (old.as_chunks::<BLOCK>().0, new.as_chunks_mut::<BLOCK>().0);
+                let mut r = [0.0f32; BLOCK];
+                for ((old, new), k) in old.iter().zip(&mut *new).zip(k) {
+                    for i in 0..BLOCK {
+                        new[i] = old[i] * a;
+                        r[i] = new[i].mul_add(k[i], r[i]);
+                    }
                 }
-            }
-            for c in 0..BLOCK {
-                rest[c] = v[c] - r[c];
+                rest[c] = v[c] - lanes::fold(r);
                 u[c] = b * rest[c];
-            }
-            for (new, &k) in new.iter_mut().zip(k) {
-                for c in 0..BLOCK {
-                    new[c] = k.mul_add(u[c], new[c]);
+                for (new, k) in new.iter_mut().zip(k) {
+                    for i in 0..BLOCK {
+                        new[i] = k[i].mul_add(u[c], new[i]);
+                    }
                 }
             }
         }
     }
 }
 
-/// The sum of the products of all lanes.
-#[inline(always)]
-fn dot(a: &[f32; BLOCK], b: &[f32; BLOCK]) -> f32 {
-    let mut products = [0.0f32; BLOCK];
-    for c in 0..BLOCK {
-        products[c] = a[c] * b[c];
-    }
-    lanes::fold(products)
+/// Scratch of the backward of a token: gradients of its q and k, with zeros after the key dim.
+struct KeySlopes<'a> {
+    q: &'a mut [f32],
+    k: &'a mut [f32],
 }
 
 leveled! {
-    /// The backward of the tokens of one chunk, from the last to the first. `slope` is dS, after the chunk and then
-    /// before it.
+    /// The backward of the tokens of one chunk, from the last to the first. `slope` is dS, transposed, after the chunk and
+    /// then before it.
     ///
     ///   dS_t += q_t do_t^T,  dq_t = S_t do_t,  du_t = dS_t^T k_t,  dv_t = b_t du_t,  db_t = du_t . (v_t - r_t)
     ///   dk_t = dS_t u_t - S'_t dv_t,  dS' = dS_t - k_t dv_t^T,  da_t = dS' : S_(t-1),  dS_(t-1) = a_t dS'
     fn chunk_backward(
         of: &Tile<'_>, states: &[f32], start: usize, d_o: &[f32], updates: [&[f32]; 2], slope: &mut [f32],
-        out: &SharedSlopes
+        x: &mut Padded<'_>, keys: &mut KeySlopes<'_>, out: &SharedSlopes
     ) {
-        let (s, len, [u_of, rest_of]) = (of.shape, of.shape.tile_len(), updates);
-        for (i, (u, rest)) in u_of.as_chunks::<BLOCK>().0.iter().zip(rest_of.as_chunks().0).enumerate().rev() {
+        let (s, row, [u_of, rest_of]) = (of.shape, x.k.len(), updates);
+        let len = row * BLOCK;
+        for (i, (u, rest)) in u_of.as_chunks::<BLOCK>().0.iter().zip(rest_of.as_chunks::<BLOCK>().0).enumerate().rev() {
             let t = start + i;
-            let (q, k, d_o, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.values(d_o, t), of.gates(t));
-            let old = states[i * len..(i + 1) * len].as_chunks::<BLOCK>().0;
-            let new = states[(i + 1) * len..(i + 2) * len].as_chunks::<BLOCK>().0;
-            let keys = (t * s.key_heads + s.key_head(of.head)) * s.key_dim;
+            x.read(of, t);
+            let (d_o, (a, b)) = (of.values(d_o, t), of.gates(t));
+            let ((q, _), (k, _)) = (x.q.as_chunks::<BLOCK>(), x.k.as_chunks::<BLOCK>());
+            keys.q.fill(0.0);
+            keys.k.fill(0.0);
+            let (mut dv, mut d_rate, mut da) = ([0.0f32; BLOCK], 0.0f32, [0.0f32; BLOCK]);
+            for c in 0..of.columns {
+                let at = c * row..(c + 1) * row;
+                let ds = slope[at.clone()].as_chunks_mut::<BLOCK>().0;
+                let old = states[i * len..][at.clone()].as_chunks::<BLOCK>().0;
+                let new = states[(i + 1) * len..][at].as_chunks::<BLOCK>().0;
+                let (dq, dk) = (keys.q.as_chunks_mut::<BLOCK>().0, keys.k.as_chunks_mut::<BLOCK>().0);
+                let mut du = [0.0f32; BLOCK];
+                for ((ds, q), k) in ds.iter_mut().zip(q).zip(k) {
+                    for i in 0..BLOCK {
+                        ds[i] = q[i].mul_add(d_o[c], ds[i]);
+                        du[i] = ds[i].mul_add(k[i], du[i]);
+                    }
+                }
+                let du = lanes::fold(du);
+                dv[c] = b * du;
+                d_rate = du.mul_add(rest[c], d_rate);
+                let before = a * dv[c];
+                for (((((ds, old), new), k), dq), dk) in ds.iter_mut().zip(old).zip(new).zip(k).zip(dq).zip(dk) {
+                    for i in 0..BLOCK {
+                        dq[i] = new[i].mul_add(d_o[c], dq[i]);
+                        dk[i] = ds[i].mul_add(u[c], dk[i]);
+                        dk[i] = old[i].mul_add(-before, dk[i]);
+                        let x = k[i].mul_add(-dv[c], ds[i]);
+                        da[i] = x.mul_add(old[i], da[i]);
+                        ds[i] = a * x;
+                    }
+                }
+            }
+            let (first, gate) = ((t * s.key_heads + s.key_head(of.head)) * s.key_dim, t * s.value_heads + of.head);
             // SAFETY: a task has all value heads of its key head and all their columns, for the tokens of its row.
-            let (dq, dk) = unsafe { (out.q.slice(keys..keys + s.key_dim), out.k.slice(keys..keys + s.key_dim)) };
-            let mut du = [0.0f32; BLOCK];
-            let rows = slope.as_chunks_mut::<BLOCK>().0.iter_mut();
-            for (((((ds, new), &q), &k), dq), dk) in rows.zip(new).zip(q).zip(k).zip(dq).zip(&mut *dk) {
-                for c in 0..BLOCK {
-                    ds[c] = q.mul_add(d_o[c], ds[c]);
-                    du[c] = ds[c].mul_add(k, du[c]);
-                }
-                *dq += dot(new, &d_o);
-                *dk += dot(ds, u);
-            }
-            let mut dv = [0.0f32; BLOCK];
-            for c in 0..BLOCK {
-                dv[c] = b * du[c];
-            }
-            let mut da = [0.0f32; BLOCK];
-            for (((ds, old), &k), dk) in slope.as_chunks_mut::<BLOCK>().0.iter_mut().zip(old).zip(k).zip(dk) {
-                let mut before = [0.0f32; BLOCK];
-                for c in 0..BLOCK {
-                    before[c] = a * old[c];
-                    let x = ds[c] - k * dv[c];
-                    da[c] = x.mul_add(old[c], da[c]);
-                    ds[c] = a * x;
-                }
-                *dk -= dot(&before, &dv);
-            }
-            let gate = t * s.value_heads + of.head;
-            // SAFETY: as above.
             unsafe {
+                for (sums, slopes) in [(&out.q, &*keys.q), (&out.k, &*keys.k)] {
+                    let sums = sums.slice(first..first + s.key_dim);
+                    sums.iter_mut().zip(slopes).for_each(|(sum, slope)| *sum += slope);
+                }
                 out.v.slice(of.at(t)..of.at(t) + of.columns).copy_from_slice(&dv[..of.columns]);
                 out.decay.slice(gate..gate + 1)[0] += lanes::fold(da);
-                out.rate.slice(gate..gate + 1)[0] += dot(&du, rest);
+                out.rate.slice(gate..gate + 1)[0] += d_rate;
             }
         }
     }
@@ -331,31 +361,34 @@ pub fn backward(x: &Inputs, rows: &[StateRow], shape: &DeltaShape, d_o: &[f32], 
     let out = SharedSlopes { q, k, v, decay, rate };
     let (len, group) = (shape.tile_len(), shape.value_heads / shape.key_heads);
     let longest = rows.iter().map(|row| row.tokens.div_ceil(CHUNK)).max().unwrap_or(0);
-    let sizes = [longest * len, (CHUNK + 1) * len, len, CHUNK * BLOCK, CHUNK * BLOCK];
+    let row = shape.key_dim.next_multiple_of(BLOCK);
+    let across = row * BLOCK;
+    let sizes = [longest * len, len, (CHUNK + 1) * across, across, CHUNK * BLOCK, CHUNK * BLOCK, row, row, row, row];
     pool().ranges(shape.key_heads * rows.len(), 1, false, &|tasks| {
         with_scratch(sizes.map(taken).iter().sum(), |scratch| {
             let mut rest = Rest(scratch);
-            let [starts, states, slope, u_of, rest_of] = sizes.map(|len| rest.take_slice(len));
+            let [starts, tile, states, slope, u_of, rest_of, q, k, dq, dk] = sizes.map(|len| rest.take_slice(len));
+            q.fill(0.0);
+            k.fill(0.0);
+            let (mut x_of, mut keys) = (Padded { q, k }, KeySlopes { q: dq, k: dk });
             for task in tasks {
-                let (key_head, row) = (task / rows.len(), rows[task % rows.len()]);
-                let tiles = (0..group * shape.blocks())
-                    .map(|i| Tile::new(x, shape, key_head * group + i / shape.blocks(), i % shape.blocks()));
-                for of in tiles {
-                    let chunks: Vec<(usize, usize)> = (row.start..row.start + row.tokens)
-                        .step_by(CHUNK)
-                        .map(|at| (at, CHUNK.min(row.start + row.tokens - at)))
-                        .collect();
-                    slope.fill(0.0);
-                    for (chunk, &(at, tokens)) in chunks.iter().enumerate() {
-                        starts[chunk * len..][..len].copy_from_slice(slope);
-                        walk(level, &of, slope, at, tokens, None);
+                let (key_head, row_of) = (task / rows.len(), rows[task % rows.len()]);
+                let end = row_of.start + row_of.tokens;
+                let chunks = (row_of.start..end).step_by(CHUNK).map(|at| (at, CHUNK.min(end - at)));
+                for i in 0..group * shape.blocks() {
+                    let of = Tile::new(x, shape, key_head * group + i / shape.blocks(), i % shape.blocks());
+                    tile.fill(0.0);
+                    for (start, (at, tokens)) in starts.chunks_exact_mut(len).zip(chunks.clone()) {
+                        start.copy_from_slice(tile);
+                        walk(level, &of, tile, at, tokens, None);
                     }
                     slope.fill(0.0);
-                    for (chunk, &(at, tokens)) in chunks.iter().enumerate().rev() {
-                        states[..len].copy_from_slice(&starts[chunk * len..][..len]);
+                    for (chunk, (at, tokens)) in chunks.clone().enumerate().rev() {
+                        transpose(&starts[chunk * len..][..len], row, &mut states[..across]);
                         let (u_of, rest_of) = (&mut u_of[..tokens * BLOCK], &mut rest_of[..tokens * BLOCK]);
-                        states_of(level, &of, states, at, u_of, rest_of);
-                        chunk_backward(level, &of, states, at, d_o, [u_of, rest_of], slope, &out);
+                        states_of(level, &of, states, at, &mut x_of, u_of, rest_of);
+                        let updates = [&*u_of, &*rest_of];
+                        chunk_backward(level, &of, states, at, d_o, updates, slope, &mut x_of, &mut keys, &out);
                     }
                 }
             }
