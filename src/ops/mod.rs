@@ -1,7 +1,7 @@
 //! Operations, one file each: contract, shape checks, dispatch to a device.
 //!
 //! Legend of dims: t tokens of a packed row, d hidden width, h query heads, g key/value heads, e head dim, f MLP width,
-//! v vocabulary, m rows, n outputs, k inputs. Forward results are `=`; gradients of parameters are `+=`.
+//! v vocabulary, E experts, m rows, n outputs, k inputs. Forward results are `=`; gradients of parameters are `+=`.
 //!
 //! Batch invariance: a row of any result depends bitwise on that row's inputs only. It does not depend on the number of
 //! rows, on their order, or on the number of threads.
@@ -14,6 +14,7 @@ mod attention_shape;
 pub mod columns;
 pub mod delta;
 pub mod embedding;
+pub mod experts;
 pub mod glu;
 mod head_part;
 pub mod linear_divergence;

@@ -4,6 +4,7 @@ mod arena;
 mod attention;
 mod delta;
 mod embedding;
+mod experts;
 mod glu;
 mod linear_divergence;
 mod linear_logprob;

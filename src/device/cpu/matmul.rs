@@ -14,7 +14,7 @@
 pub use super::microkernel::LANES;
 use super::microkernel::{Arithmetic, Prefetch, ROWS, ROWS_PAIR, Tile, finish_row, run};
 use super::panel;
-use super::pool::{Shares, pool, share};
+use super::pool::{Shares, deal, pool};
 use super::scratch;
 use crate::device::null;
 use crate::device::simd::{Level, level};
@@ -34,6 +34,8 @@ pub(super) const SERIAL_BELOW: usize = 64 << 10;
 const OWN_WORDS: usize = 32 << 10;
 /// Words of W that are transposed at a time: they stay in the last-level cache.
 const TRANSPOSED_WORDS: usize = 2 << 20;
+/// The cost of reading a step of a panel, in rows.
+pub(super) const READ_ROWS: usize = 16;
 /// The values of a weight matrix in panels.
 #[derive(Clone, Copy, Debug)]
 pub enum PanelValues<'a> {
@@ -55,11 +57,11 @@ impl Panels<'_> {
         matches!(self.values, PanelValues::Bf16(_))
     }
 
-    fn arithmetic(&self) -> Arithmetic {
+    pub(super) fn arithmetic(&self) -> Arithmetic {
         if self.is_bf16() { Arithmetic::Bf16 } else { Arithmetic::F32 }
     }
 
-    fn first_word(&self) -> *const u32 {
+    pub(super) fn first_word(&self) -> *const u32 {
         match self.values {
             PanelValues::F32(v) => v.as_ptr().cast(),
             PanelValues::Bf16(v) => v.as_ptr().cast(),
@@ -67,11 +69,11 @@ impl Panels<'_> {
     }
 
     /// Words from one panel to the next.
-    fn panel_words(&self) -> usize {
+    pub(super) fn panel_words(&self) -> usize {
         LANES * words_of(self.arithmetic(), self.k.next_multiple_of(2))
     }
 
-    fn check(&self) {
+    pub(super) fn check(&self) {
         let len = match self.values {
             PanelValues::F32(v) => v.len(),
             PanelValues::Bf16(v) => v.len(),
@@ -90,20 +92,21 @@ pub(super) fn words_of(arithmetic: Arithmetic, len: usize) -> usize {
 }
 
 /// c (m, n) = a (m, steps) times panels [n/32][..][32].
-struct Product<'a> {
-    arithmetic: Arithmetic,
-    m: usize,
-    n: usize,
-    steps: usize,
-    a: *const u32,
-    a_row: usize,
-    b: *const u32,
-    b_panel: usize,
-    c: Shares<f32>,
+#[derive(Clone, Copy)]
+pub(super) struct Product<'a> {
+    pub arithmetic: Arithmetic,
+    pub m: usize,
+    pub n: usize,
+    pub steps: usize,
+    pub a: *const u32,
+    pub a_row: usize,
+    pub b: *const u32,
+    pub b_panel: usize,
+    pub c: Shares<f32>,
     /// The chains continue from the values in c.
-    continued: bool,
-    bias: Option<&'a [f32]>,
-    addend: Addend<'a>,
+    pub continued: bool,
+    pub bias: Option<&'a [f32]>,
+    pub addend: Addend<'a>,
 }
 
 /// The addend of a finished value.
@@ -121,15 +124,15 @@ unsafe impl Sync for Product<'_> {}
 
 /// The tasks of a GEMM: blocks of rows (outer) times groups of one or two panels (inner).
 #[derive(Clone, Copy)]
-struct Cut {
-    pair: bool,
-    groups: usize,
-    blocks: usize,
-    step_blocks: usize,
+pub(super) struct Cut {
+    pub pair: bool,
+    pub groups: usize,
+    pub blocks: usize,
+    pub step_blocks: usize,
 }
 
 impl Cut {
-    fn new(p: &Product, threads: usize) -> Self {
+    pub(super) fn new(p: &Product, threads: usize) -> Self {
         let pair = p.m <= ROWS_PAIR;
         let panels = p.n.div_ceil(LANES);
         let groups = if pair { panels.div_ceil(2) } else { panels };
@@ -148,14 +151,21 @@ impl Cut {
 
 /// Computes all `products`, which do not depend on each other, in one call of the threads. With `own`, each thread
 /// rounds these values of x itself and uses its words instead of `a`.
-fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
+pub(super) fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
     let pool = pool();
     let few = products.iter().map(|p| p.m * p.n * p.steps).sum::<usize>() < SERIAL_BELOW;
     let threads = if few { 1 } else { pool.threads() };
+    // With many products there are enough tasks without cutting rows.
+    let cut_for = (3 * threads).div_ceil(products.len().max(1)).min(threads);
+    let cuts: Vec<Cut> = products.iter().map(|product| Cut::new(product, cut_for)).collect();
+    let run = |(product, cut): (&Product, &Cut)| {
+        (cut.groups * cut.blocks, product.steps * (product.m.div_ceil(cut.blocks.max(1)) + READ_ROWS))
+    };
+    let runs: Vec<(usize, usize)> = products.iter().zip(&cuts).map(run).collect();
     let tasks = |id: usize, own: Option<*const u32>| {
-        for product in products {
-            let cut = Cut::new(product, threads);
-            for task in share(cut.groups * cut.blocks, 1, id, threads) {
+        for (i, tasks) in deal(&runs, id, threads) {
+            let (product, cut) = (&products[i], cuts[i]);
+            for task in tasks {
                 product.task(level, cut, own.unwrap_or(product.a), task / cut.groups, task % cut.groups);
             }
         }
@@ -182,7 +192,7 @@ fn run_all(products: &[Product], own: Option<&[f32]>, level: Level) {
 
 impl Product<'_> {
     /// One block of rows of `a` over one panel (or two).
-    fn task(&self, level: Level, cut: Cut, a: *const u32, block: usize, group: usize) {
+    pub(super) fn task(&self, level: Level, cut: Cut, a: *const u32, block: usize, group: usize) {
         let (start, end) = (block * self.m / cut.blocks, (block + 1) * self.m / cut.blocks);
         let panel = if cut.pair { 2 * group } else { group };
         let columns = (self.n - panel * LANES).min(if cut.pair { 2 * LANES } else { LANES });
@@ -313,12 +323,12 @@ pub fn forward<const N: usize>(x: &[f32], m: usize, outputs: [Output; N], addend
 }
 
 /// f32 of scratch that `row_words` needs.
-fn row_words_scratch(arithmetic: Arithmetic, m: usize, k: usize) -> usize {
+pub(super) fn row_words_scratch(arithmetic: Arithmetic, m: usize, k: usize) -> usize {
     if arithmetic == Arithmetic::Bf16 { m * words_of(arithmetic, k) } else { 0 }
 }
 
 /// The words of x (.., k), row after row: its own, or bf16 pairs in the scratch.
-fn row_words(level: Level, arithmetic: Arithmetic, x: &[f32], k: usize, scratch: &mut [f32]) -> *const u32 {
+pub(super) fn row_words(level: Level, arithmetic: Arithmetic, x: &[f32], k: usize, scratch: &mut [f32]) -> *const u32 {
     if arithmetic == Arithmetic::F32 {
         return x.as_ptr().cast();
     }
@@ -405,25 +415,32 @@ pub fn transpose(w: &Panels, transposed: &mut [f32]) {
 
 /// Panels of lanes k over the steps n of `chunk`: [k/32][steps][32].
 fn transpose_panels(level: Level, w: &Panels, chunk: Range<usize>, turned: &mut [u32]) {
-    let (arithmetic, even_k) = (w.arithmetic(), w.k.next_multiple_of(2));
-    let (steps, block_steps) = (words_of(arithmetic, chunk.len()), words_of(arithmetic, LANES));
+    let block_steps = words_of(w.arithmetic(), LANES);
+    let steps = words_of(w.arithmetic(), chunk.len());
     let (across, down) = (w.k.div_ceil(LANES), chunk.len().div_ceil(LANES));
     let out = Shares::new(turned);
     pool().ranges(across * down, 1, false, &|blocks| {
         for block in blocks {
-            let (from_panel, k0) = (chunk.start / LANES + block % down, block / down * LANES);
-            let from = (from_panel * even_k + k0) * LANES;
-            let from = from..from + (even_k - k0).min(LANES) * LANES;
-            let from: &[u32] = match w.values {
-                PanelValues::F32(v) => bytemuck::cast_slice(&v[from]),
-                PanelValues::Bf16(v) => bytemuck::cast_slice(&v[from]),
-            };
             let step = block % down * block_steps;
             let at = block / down * steps + step;
             let lines = (steps - step).min(block_steps);
             // SAFETY: blocks do not overlap.
             let to = unsafe { out.slice(at * LANES..(at + lines) * LANES) };
-            panel::transpose(level, arithmetic, from.as_chunks().0, to.as_chunks_mut().0);
+            w.transpose_block(level, chunk.start / LANES + block % down, block / down, to);
         }
     });
+}
+
+impl Panels<'_> {
+    /// The steps of `panel` for the 32 lanes of `across`, one line of lanes for each step.
+    pub(super) fn transpose_block(&self, level: Level, panel: usize, across: usize, lines: &mut [u32]) {
+        let (even_k, k0) = (self.k.next_multiple_of(2), across * LANES);
+        let from = (panel * even_k + k0) * LANES;
+        let from = from..from + (even_k - k0).min(LANES) * LANES;
+        let from: &[u32] = match self.values {
+            PanelValues::F32(v) => bytemuck::cast_slice(&v[from]),
+            PanelValues::Bf16(v) => bytemuck::cast_slice(&v[from]),
+        };
+        panel::transpose(level, self.arithmetic(), from.as_chunks().0, lines.as_chunks_mut().0);
+    }
 }

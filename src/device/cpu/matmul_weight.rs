@@ -22,20 +22,20 @@ const PREPARE: usize = 12;
 
 /// A thread's scratch: words of a tile of x, of all tiles, and of a panel of dy.
 #[derive(Clone, Copy)]
-struct Room {
+pub(super) struct Room {
     tile: usize,
     tiles: usize,
     panel: usize,
 }
 
 impl Room {
-    fn new(steps: usize, k: usize) -> Self {
+    pub(super) fn new(steps: usize, k: usize) -> Self {
         let steps = steps.min(STEPS);
         let tile = steps * ROWS + GAP;
         Self { tile, tiles: tile * k.div_ceil(ROWS).min(TILES), panel: steps * LANES }
     }
 
-    fn count_words(self) -> usize {
+    pub(super) fn count_words(self) -> usize {
         self.tiles + self.panel
     }
 }
@@ -46,16 +46,16 @@ pub fn backward_weight_scratch(m: usize, k: usize, bf16: bool) -> usize {
     pool().threads() * Room::new(words_of(arithmetic, m), k).count_words()
 }
 
-struct WeightProduct<'a> {
-    level: Level,
-    arithmetic: Arithmetic,
-    dy: &'a [f32],
-    x: &'a [f32],
-    n: usize,
-    k: usize,
-    steps: usize,
-    room: Room,
-    dw: Shares<f32>,
+pub(super) struct WeightProduct<'a> {
+    pub level: Level,
+    pub arithmetic: Arithmetic,
+    pub dy: &'a [f32],
+    pub x: &'a [f32],
+    pub n: usize,
+    pub k: usize,
+    pub steps: usize,
+    pub room: Room,
+    pub dw: Shares<f32>,
 }
 
 /// dW[n][k] += sum_m dy[m][n] x[m][k] in f32 panels, m ascending from the values of dW. Missing rows and columns are
@@ -115,7 +115,7 @@ struct Block {
 
 impl WeightProduct<'_> {
     /// The tiles `tiles` of the panels `panels` of dW.
-    fn rectangle(&self, panels: Range<usize>, tiles: Range<usize>, room: &mut [u32]) {
+    pub(super) fn rectangle(&self, panels: Range<usize>, tiles: Range<usize>, room: &mut [u32]) {
         if tiles.is_empty() {
             return;
         }

@@ -171,6 +171,21 @@ pub fn share(len: usize, unit: usize, id: usize, shares: usize) -> Range<usize> 
     at(id)..at(id + 1)
 }
 
+/// The tasks of share `id` out of several runs of equal tasks, as (run, its tasks). A run is (the number of its tasks, the
+/// cost of each). All shares cost about the same.
+pub fn deal(runs: &[(usize, usize)], id: usize, shares: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let total: usize = runs.iter().map(|(tasks, cost)| tasks * cost).sum();
+    let (start, end) = (id * total / shares, (id + 1) * total / shares);
+    let mut base = 0;
+    runs.iter().enumerate().filter_map(move |(run, &(tasks, cost))| {
+        // A task belongs to the share in which it starts.
+        let at = |place: usize| place.saturating_sub(base).div_ceil(cost.max(1)).min(tasks);
+        let own = at(start)..at(end);
+        base += tasks * cost;
+        (!own.is_empty()).then_some((run, own))
+    })
+}
+
 /// Waits for the workers when dropped.
 struct Waiter<'a>(&'a Shared);
 
@@ -305,6 +320,27 @@ mod tests {
                     unsafe { out.slice(r) }.iter_mut().for_each(|h| *h += 1);
                 });
                 assert!(hits.iter().all(|&h| h == 1), "{threads} threads, len {len}");
+            }
+        }
+    }
+
+    #[test]
+    fn runs_of_tasks_are_dealt_once_and_evenly() {
+        for runs in [&[(24, 100)][..], &[(64, 7), (8, 7), (8, 7)], &[(0, 5), (3, 1), (1, 1000), (16, 30)], &[]] {
+            let total: usize = runs.iter().map(|(tasks, cost)| tasks * cost).sum();
+            let most = runs.iter().map(|(_, cost)| *cost).max().unwrap_or(0);
+            for shares in 1..9 {
+                let mut dealt: Vec<(usize, usize)> = Vec::new();
+                for id in 0..shares {
+                    let own: Vec<_> =
+                        deal(runs, id, shares).flat_map(|(run, tasks)| tasks.map(move |t| (run, t))).collect();
+                    let cost: usize = own.iter().map(|(run, _)| runs[*run].1).sum();
+                    assert!(cost <= total.div_ceil(shares) + most, "share {id} of {shares} costs {cost} of {total}");
+                    dealt.extend(own);
+                }
+                let all: Vec<_> =
+                    runs.iter().enumerate().flat_map(|(run, (n, _))| (0..*n).map(move |t| (run, t))).collect();
+                assert_eq!(dealt, all, "{shares} shares");
             }
         }
     }

@@ -1,0 +1,200 @@
+//! Mixtures of experts (arXiv:2401.04088, section 2): y = sum over the k chosen experts e of a row of g_e E_e(x). No GPU
+//! kernel supports them.
+//!
+//! The rows of experts are s = t k copies of the t rows, sorted by expert, and ascending within each expert. A row's sum
+//! over its experts is in ascending order of the experts, in f32.
+
+use super::{check, matmul};
+use crate::device::{cpu, null};
+use crate::dtype::DType;
+use crate::tensor::arena::Buffer;
+use crate::tensor::{Indices, Tensor, Weight, WeightMut};
+
+/// The experts of each row.
+#[derive(Debug)]
+pub struct Routing {
+    /// The softmax of the router's logits (t, E).
+    pub probabilities: Tensor,
+    /// The weights of the chosen experts (t, k).
+    pub weights: Tensor,
+    renormalizes: bool,
+    /// The chosen experts of each row (t, k), ascending.
+    chosen: Vec<u32>,
+    /// The row of each row of experts (s).
+    rows: Vec<u32>,
+    /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1).
+    ends: Vec<usize>,
+    /// The row of experts of each chosen one (t, k).
+    places: Vec<u32>,
+}
+
+impl Routing {
+    /// Chooses the `k` experts with the largest of the router's `logits` (t, E), of equal ones those with the lowest
+    /// indices. Their weights are their probabilities, divided by the sum of these if `renormalizes`.
+    pub fn new(mut logits: Tensor, k: usize, renormalizes: bool) -> Self {
+        let (t, experts) = (logits.rows(), logits.width());
+        assert!(k <= experts, "experts: {k} of {experts}");
+        let mut weights = Tensor::scratch(t, k);
+        // A null device leaves this choice, in which all experts have equally many rows.
+        let mut chosen: Vec<u32> = (0..experts as u32).cycle().take(t * k).collect();
+        cpu::router::forward(logits.data_mut(), experts, renormalizes, &mut chosen, weights.data_mut());
+        let mut ends = vec![0; experts + 1];
+        for &e in &chosen {
+            ends[e as usize + 1] += 1;
+        }
+        for e in 0..experts {
+            ends[e + 1] += ends[e];
+        }
+        let (mut next, mut rows, mut places) = (ends.clone(), vec![0; t * k], vec![0; t * k]);
+        for (i, &e) in chosen.iter().enumerate() {
+            let place = &mut next[e as usize];
+            (rows[*place], places[i]) = ((i / k) as u32, *place as u32);
+            *place += 1;
+        }
+        Self { probabilities: logits, weights, renormalizes, chosen, rows, ends, places }
+    }
+
+    /// The number of rows of all experts, s.
+    pub fn row_count(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// The chosen experts of each row (t, k), ascending.
+    pub fn chosen(&self) -> &[u32] {
+        &self.chosen
+    }
+
+    /// The number of rows of each expert (E).
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        self.ends.windows(2).map(|ends| ends[1] - ends[0])
+    }
+
+    /// The rows of x (t, d) for all experts (s, d).
+    pub fn gather(&self, x: &Tensor) -> Tensor {
+        let mut rows = x.as_wide(self.row_count());
+        super::rows::gather(x, &Indices::from(&self.rows[..]), &mut rows);
+        rows
+    }
+
+    /// y (s, n) = x (s, k) W_e^T for each of several lists of one matrix for each expert.
+    pub fn forward_each<const N: usize>(&self, x: &Tensor, w: [&[Weight]; N]) -> [Tensor; N] {
+        const OP: &str = "experts::forward_each";
+        let (s, k, bf16) = (self.row_count(), w[0][0].k, is_bf16(w[0]));
+        check(OP, "x", x, s, k);
+        let mut y = w.map(|w| x.like(s, w[0].n));
+        for w in w {
+            self.note(w);
+        }
+        let panels = w.map(|w| panels(OP, w));
+        let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, bf16));
+        let panels = panels.each_ref().map(|panels| &panels[..]);
+        cpu::grouped::forward(x.data(), &self.ends, panels, y.each_mut().map(Tensor::data_mut), &mut scratch);
+        y
+    }
+
+    /// x (t, d) = c + sum_i weight_i y[i] over the chosen experts of each row, with y (s, d). `c` is its addend, or 0. The
+    /// finished sum is added with one rounding.
+    pub fn combine(&self, y: &Tensor, c: Addend, x: &mut Tensor) {
+        self.sum(y, Some(&self.weights), c, x);
+    }
+
+    /// The transpose of `gather`: x (t, d) = sum_i y[i] over the chosen experts of each row.
+    pub fn scatter(&self, y: &Tensor, x: &mut Tensor) {
+        self.sum(y, None, Addend::Nothing, x);
+    }
+
+    fn sum(&self, y: &Tensor, weights: Option<&Tensor>, c: Addend, x: &mut Tensor) {
+        check("experts::combine", "y", y, self.row_count(), x.width());
+        check("experts::combine", "x", x, self.weights.rows(), y.width());
+        let c = match c {
+            Addend::Nothing => cpu::matmul::Addend::Nothing,
+            Addend::Result => cpu::matmul::Addend::Result,
+            Addend::Values(c) => cpu::matmul::Addend::Values(c.data()),
+        };
+        cpu::experts::combine(y.data(), y.width(), &self.places, weights.map(Tensor::data), c, x.data_mut());
+    }
+
+    /// dx (s, k) = dy (s, n) W_e, or dx += with `add`.
+    pub fn backward_input(&self, dy: &Tensor, w: &[Weight], dx: &mut Tensor, add: bool) {
+        const OP: &str = "experts::backward_input";
+        check(OP, "dy", dy, self.row_count(), w[0].n);
+        check(OP, "dx", dx, self.row_count(), w[0].k);
+        self.note(w);
+        let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(dy.rows(), dy.width(), is_bf16(w)));
+        cpu::grouped::backward_input(dy.data(), &self.ends, &panels(OP, w), dx.data_mut(), add, &mut scratch);
+    }
+
+    /// dW_e += dy^T x over the rows of expert e, with dy (s, n) and x (s, k), as `matmul::backward_weight`.
+    pub fn backward_weight(&self, dy: &Tensor, x: &Tensor, dw: Vec<WeightMut>, dtype: DType) {
+        const OP: &str = "experts::backward_weight";
+        let (n, k) = (dy.width(), x.width());
+        check(OP, "dy", dy, self.row_count(), n);
+        check(OP, "x", x, self.row_count(), k);
+        for dw in &dw {
+            matmul::check_gradient(OP, dw, n, k);
+        }
+        null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, (dw.len() * n * k * dtype.bytes()) as f64);
+        let mut dw: Vec<&mut [f32]> = dw.into_iter().map(|dw| dw.values.f32()).collect();
+        cpu::grouped::backward_weight(dy.data(), x.data(), &self.ends, [n, k], &mut dw, dtype == DType::Bf16);
+    }
+
+    /// From dact = W^T dy (s, f): multiplies act and dact by their row's weight, and returns the gradient of the weights
+    /// (t, k), the dot products of act and dact. Then dact is the gradient of act, and dy^T act that of W.
+    pub fn weigh(&self, act: &mut Tensor, dact: &mut Tensor) -> Tensor {
+        check("experts::weigh", "act", act, self.row_count(), dact.width());
+        check("experts::weigh", "dact", dact, self.row_count(), act.width());
+        let [mut weights, mut dweights] = [Tensor::scratch(self.row_count(), 1), Tensor::scratch(self.row_count(), 1)];
+        for (&place, weight) in self.places.iter().zip(self.weights.data()) {
+            weights.data_mut()[place as usize] = *weight;
+        }
+        let width = act.width();
+        cpu::experts::weigh(act.data_mut(), dact.data_mut(), width, weights.data(), dweights.data_mut());
+        let mut found = Tensor::scratch(self.weights.rows(), self.weights.width());
+        for (&place, slope) in self.places.iter().zip(found.data_mut()) {
+            *slope = dweights.data()[place as usize];
+        }
+        found
+    }
+
+    /// The gradient of the router's logits (t, E), given that of the weights (t, k) and, if there is a loss of the
+    /// probabilities, its slope by the probability of each expert, the same for all rows.
+    pub fn backward(&self, dweights: &Tensor, slope: Option<&[f32]>) -> Tensor {
+        let (t, experts) = (self.probabilities.rows(), self.probabilities.width());
+        check("experts::backward", "dweights", dweights, t, self.weights.width());
+        let mut dlogits = self.probabilities.like(t, experts);
+        let of_weights = (&self.chosen[..], self.weights.data(), dweights.data());
+        cpu::router::backward(
+            self.probabilities.data(),
+            experts,
+            self.renormalizes,
+            of_weights,
+            slope,
+            dlogits.data_mut(),
+        );
+        dlogits
+    }
+
+    /// Counts the products of all rows with their matrices for a plan.
+    fn note(&self, w: &[Weight]) {
+        let (n, k) = (w[0].n, w[0].k);
+        let read = self.counts().filter(|rows| *rows > 0).count() * n * k * w[0].dtype().bytes();
+        null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, read as f64);
+    }
+}
+
+/// The addend of a sum over experts.
+#[derive(Clone, Copy, Debug)]
+pub enum Addend<'a> {
+    Nothing,
+    /// The previous contents of the result.
+    Result,
+    Values(&'a Tensor),
+}
+
+fn is_bf16(w: &[Weight]) -> bool {
+    w[0].dtype() == DType::Bf16
+}
+
+fn panels<'a>(op: &str, w: &[Weight<'a>]) -> Vec<cpu::matmul::Panels<'a>> {
+    w.iter().map(|w| matmul::panels(op, w)).collect()
+}
