@@ -117,7 +117,7 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     let arch = all.agree(Arch::load(&config.model.actor))?;
     let tokens = shape.microbatch_tokens_max.div_ceil(layout.mesh.sequence).max(1);
     let part = TensorPart { rank: 0, size: layout.mesh.tensor };
-    let mlp = arch.mlps().map(|mlp| mlp.cut().len(part)).max().unwrap_or(1).next_multiple_of(8);
+    let mlp = arch.feeds().map(|mlp| mlp.cut().len(part)).max().unwrap_or(1).next_multiple_of(8);
     let head = part.widest(arch.vocabulary).clamp(1, HEAD_COLUMNS_MAX).next_multiple_of(8);
     let shapes = [[tokens, mlp, arch.width], [tokens.min(HEAD_ROWS_MAX), head, arch.width]];
     let mut seconds = [0.0; 4];

@@ -301,7 +301,7 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     if device == Device::Cpu {
         return Ok(());
     }
-    let mlps = arch.mlps().map(|mlp| ("intermediate_size", mlp.width));
+    let mlps = arch.feeds().map(|mlp| ("intermediate_size", mlp.width()));
     let mut widths = [("hidden_size", arch.width)].into_iter().chain(mlps);
     let mut adapters = arch.tuning.iter().flat_map(|tuning| tuning.adapters.iter().map(|(name, of)| (name, of.rank)));
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
@@ -336,6 +336,9 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     if arch.attention().has_gate {
         return Some("attn_output_gate");
     }
+    if arch.feeds().any(|feed| feed.experts().is_some()) {
+        return Some("num_experts_per_tok");
+    }
     if arch.attentions().any(|layer| layer.softcap.is_some()) {
         return Some(scores);
     }
@@ -358,7 +361,7 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     }
     // (the width of an MLP, a rank's share of it)
     let shares = |size: usize| {
-        let of_rank = move |rank| arch.mlps().map(move |mlp| (mlp.width, mlp.cut().len(TensorPart { rank, size })));
+        let of_rank = move |rank| arch.feeds().map(move |mlp| (mlp.width(), mlp.cut().len(TensorPart { rank, size })));
         (0..size).flat_map(of_rank)
     };
     let works = |size: usize| shares(size).all(|(_, share)| share.is_multiple_of(8));

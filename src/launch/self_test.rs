@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::learn::packed::PackedRow;
-use crate::model::{Arch, AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, Feed, Mixer};
+use crate::model::{Arch, AttentionSpec, BlockSpec, DeltaSpec, Mixer};
 use crate::model::{Gradients, Head, Saved, TensorPart, Transformer, Weights, init};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, Model, requests};
@@ -46,7 +46,6 @@ const SEED: u64 = 17;
 fn small(arch: &Arch) -> Arch {
     let width = arch.width.min(WIDTH_MAX);
     let block = |block: &BlockSpec| {
-        let mlp = *block.mlp();
         let mixer = match block.mixer {
             Mixer::Attention(attention) => {
                 let (sharing, kv_heads) = (attention.heads / attention.kv_heads, attention.kv_heads.min(2));
@@ -58,8 +57,7 @@ fn small(arch: &Arch) -> Arch {
                 Mixer::Delta(DeltaSpec { value_heads: sharing * key_heads, key_heads, ..delta })
             }
         };
-        let feed = Feed::Dense(DenseSpec { width: mlp.width.min(MLP_WIDTH_MAX), ..mlp });
-        BlockSpec { mixer, feed, ..*block }
+        BlockSpec { mixer, feed: block.feed.narrowed(MLP_WIDTH_MAX), ..*block }
     };
     // Layers of two kinds, if there are two.
     let first = &arch.blocks[0];

@@ -115,7 +115,7 @@ impl AdapterFiles {
     fn shapes(&self, params: &[Param]) -> BTreeMap<String, Vec<usize>> {
         let Tuning { adapters, whole, .. } = &self.tuning;
         let mut shapes = BTreeMap::new();
-        for Param { name, shape } in params {
+        for Param { name, shape, .. } in params {
             if whole.contains(name) {
                 shapes.insert(name.clone(), shape.clone());
             }

@@ -1,9 +1,10 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::bitsandbytes::{self, QUANTIZATION};
-use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, NormSpec};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, Feed, NormSpec};
 use super::blocks::{Blocks, positive};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
+use super::expert_files::ExpertForm;
 use super::families::{BIDIRECTIONAL, Embedded, Family, Number, Windows};
 use super::file_rows::HeadRows;
 use super::files;
@@ -78,6 +79,8 @@ pub struct Arch {
     /// The factor on logits, and their soft cap.
     pub logit_scale: f32,
     pub logit_softcap: Option<f32>,
+    /// Whether the files have one tensor for the matrices of all experts.
+    pub has_stacked_experts: bool,
     /// Standard deviation of new weights.
     pub init_std: f32,
     pub bos_token: Option<u32>,
@@ -117,6 +120,7 @@ impl Arch {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
+        arch.has_stacked_experts = arch.family.experts.is_some() && ExpertForm::is_stacked(dir);
         // A job whose rows are longer chooses the other frequencies.
         arch = arch.for_rows(0);
         if let Some(generation) = read_object(&dir.join(GENERATION))? {
@@ -208,21 +212,26 @@ impl Arch {
     pub fn shape(&self) -> String {
         let Self { blocks, width, vocabulary, .. } = self;
         let (layers, AttentionSpec { heads, kv_heads, head_dim, .. }) = (blocks.len(), self.attention());
-        let (name, plural, mlp_width) = (self.family.name, if layers == 1 { "" } else { "s" }, blocks[0].mlp().width);
+        let (name, plural) = (self.family.name, if layers == 1 { "" } else { "s" });
+        let mlp = match self.feeds().find_map(Feed::experts) {
+            Some(ExpertsSpec { count, top_k, width, .. }) => format!("{top_k} of {count} experts of {width}"),
+            None => format!("MLP {}", blocks[0].feed.width()),
+        };
         format!(
-            "{name}, {layers} layer{plural}, width {width}, {heads}/{kv_heads} heads of {head_dim}, MLP {mlp_width}, \
+            "{name}, {layers} layer{plural}, width {width}, {heads}/{kv_heads} heads of {head_dim}, {mlp}, \
              vocabulary {vocabulary}"
         )
     }
 
     /// Whether equal weights give equal results. Compares everything but the special tokens, the text of config.json,
-    /// and what trains.
+    /// the form of the files, and what trains.
     pub fn computes_as(&self, other: &Self) -> bool {
         let numbers = |arch: &Self| Self {
             bos_token: None,
             eos_tokens: Vec::new(),
             pad_token: None,
             reward_mean_std: None,
+            has_stacked_experts: false,
             source: Map::new(),
             wrapper: None,
             tuning: None,
@@ -273,6 +282,7 @@ impl Arch {
             embed_scale: embed_scale(&c, family, width)?,
             logit_scale: 1.0 / positive(&c, family.logit_divisor)?.unwrap_or(1.0),
             logit_softcap: positive(&c, family.logit_softcap)?,
+            has_stacked_experts: false,
             init_std: c.number("initializer_range")?.unwrap_or(0.02) as f32,
             bos_token: c.tokens("bos_token_id")?.first().copied(),
             eos_tokens: c.tokens("eos_token_id")?,
@@ -342,6 +352,11 @@ impl Arch {
         HeadRows::new(spec.head_dim, rotated, self.family.files.is_interleaved)
     }
 
+    /// The form of the experts in the files.
+    pub(super) fn expert_form(&self) -> ExpertForm {
+        if self.has_stacked_experts { ExpertForm::Stacked } else { self.family.files.experts }
+    }
+
     /// The attention of the layers that have it.
     pub fn attentions(&self) -> impl Iterator<Item = &AttentionSpec> {
         self.blocks.iter().filter_map(BlockSpec::attention)
@@ -361,8 +376,8 @@ impl Arch {
     }
 
     /// The MLPs of the layers.
-    pub fn mlps(&self) -> impl Iterator<Item = &DenseSpec> {
-        self.blocks.iter().map(BlockSpec::mlp)
+    pub fn feeds(&self) -> impl Iterator<Item = &Feed> {
+        self.blocks.iter().map(|block| &block.feed)
     }
 }
 

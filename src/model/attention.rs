@@ -86,7 +86,7 @@ impl Attention {
             let heads = heads.map(|heads| HeadRows { has_gate: spec.has_gate && part == "q", ..heads });
             let file = if arch.family.files.joins_qkv {
                 let (first, of) = (joined[..i].iter().sum(), joined.iter().sum());
-                Some(FileRows { tensor: name_of("qkv"), first, of, heads })
+                Some(FileRows { first, heads, ..FileRows::own(&name_of("qkv"), of) })
             } else {
                 heads.map(|_| FileRows { heads, ..FileRows::own(&name_of(part), outputs.size()) })
             };

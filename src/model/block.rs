@@ -1,11 +1,11 @@
 //! One layer: x1 = x0 + mixer(norm(x0)), x2 = x1 + mlp(norm(x1)), or with norms at other places (`Norms`).
 
 use super::arch::Arch;
-use super::block_spec::{BlockSpec, Feed};
+use super::block_spec::BlockSpec;
 use super::branch::{Branch, BranchSaved, KeepBranch};
 use super::context::{Context, LayerKeys};
+use super::feed_forward::{FeedForward, FeedForwardSaved};
 use super::mixer::{Mixer, MixerSaved};
-use super::mlp::{Mlp, MlpSaved};
 use super::norm::Norm;
 use super::params::ParamTable;
 use super::weights::Gradients;
@@ -15,7 +15,7 @@ use crate::tensor::Tensor;
 #[derive(Clone, Debug)]
 pub(super) struct Block {
     mixer: Branch<Mixer>,
-    mlp: Branch<Mlp>,
+    mlp: Branch<FeedForward>,
 }
 
 /// The activations that the backward of a block needs.
@@ -23,7 +23,7 @@ pub(super) struct Block {
 pub(super) struct BlockSaved {
     mixer: BranchSaved<MixerSaved>,
     /// `None` if it is recomputed from the block's input.
-    mlp: Option<BranchSaved<MlpSaved>>,
+    mlp: Option<BranchSaved<FeedForwardSaved>>,
 }
 
 impl BlockSaved {
@@ -66,7 +66,6 @@ impl Block {
     /// Declares the parameters of layer `layer`.
     pub(super) fn declare(table: &mut ParamTable, arch: &Arch, layer: usize, spec: &BlockSpec) -> Self {
         let name = |part: &str| format!("model.layers.{layer}.{part}");
-        let Feed::Dense(mlp) = &spec.feed;
         let norm = |table: &mut ParamTable, part: Option<&str>| {
             part.map(|part| Norm::declare(table, &name(part), arch.width, arch.norm))
         };
@@ -80,7 +79,7 @@ impl Block {
         let [before, after] = spec.norms.mlp;
         let mlp = Branch {
             pre: norm(table, before),
-            body: Mlp::declare(table, &name("mlp"), arch.width, mlp),
+            body: FeedForward::declare(table, layer, arch, &spec.feed),
             post: norm(table, after),
             scale: spec.residual_scale,
         };

@@ -27,6 +27,8 @@ pub enum Mixer {
 pub enum Feed {
     /// The gated MLP.
     Dense(DenseSpec),
+    /// A mixture of gated MLPs.
+    Experts(ExpertsSpec),
 }
 
 /// The norms of a layer by name. A branch is x += after(f(before(x))), where either norm may be absent.
@@ -115,6 +117,20 @@ pub struct DenseSpec {
     pub is_joined: bool,
 }
 
+/// A mixture of experts: each token goes to the `top_k` experts that the router prefers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsSpec {
+    /// The number of experts.
+    pub count: usize,
+    /// The number of experts for each token.
+    pub top_k: usize,
+    /// The inner width of an expert.
+    pub width: usize,
+    pub activation: Activation,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub renormalizes: bool,
+}
+
 impl AttentionSpec {
     /// The cut of all query heads.
     pub fn queries(&self) -> Cut {
@@ -181,10 +197,42 @@ impl DeltaSpec {
     }
 }
 
-impl DenseSpec {
+impl Feed {
+    /// The inner width, of each expert in a mixture.
+    pub fn width(&self) -> usize {
+        match self {
+            Self::Dense(mlp) => mlp.width,
+            Self::Experts(experts) => experts.width,
+        }
+    }
+
     /// The cut of the inner width.
     pub fn cut(&self) -> Cut {
-        Cut::Even(self.width)
+        Cut::Even(self.width())
+    }
+
+    pub fn activation(&self) -> Activation {
+        match self {
+            Self::Dense(mlp) => mlp.activation,
+            Self::Experts(experts) => experts.activation,
+        }
+    }
+
+    /// The mixture, if it is one.
+    pub fn experts(&self) -> Option<&ExpertsSpec> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Experts(experts) => Some(experts),
+        }
+    }
+
+    /// The same with an inner width of at most `width`.
+    #[must_use]
+    pub fn narrowed(self, width: usize) -> Self {
+        match self {
+            Self::Dense(mlp) => Self::Dense(DenseSpec { width: mlp.width.min(width), ..mlp }),
+            Self::Experts(experts) => Self::Experts(ExpertsSpec { width: experts.width.min(width), ..experts }),
+        }
     }
 }
 
@@ -195,10 +243,5 @@ impl BlockSpec {
 
     pub fn delta(&self) -> Option<&DeltaSpec> {
         if let Mixer::Delta(delta) = &self.mixer { Some(delta) } else { None }
-    }
-
-    pub fn mlp(&self) -> &DenseSpec {
-        let Feed::Dense(mlp) = &self.feed;
-        mlp
     }
 }

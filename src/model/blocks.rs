@@ -1,11 +1,11 @@
 //! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
 
-use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, Feed, Mixer};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, Mixer};
 use super::config_json::{FULL, LINEAR, Reader, SLIDING};
-use super::families::{Bias, Family, Number, Scores, Windows};
+use super::families::{Family, Number, Scores, Windows};
+use super::feeds::{self, has_bias};
 use super::rope::{Rope, Scaling};
 use crate::error::Result;
-use crate::ops::glu::Activation;
 use serde_json::Value;
 
 /// The layers of a model, and the rotary embeddings that they name.
@@ -20,11 +20,6 @@ impl Blocks {
     /// # Errors
     /// `Data` for wrong or unsupported values.
     pub fn read(c: &Reader, family: &Family, width: usize, layers: usize, context: usize) -> Result<Self> {
-        let bias = |bias: Bias| match bias {
-            Bias::Never => Ok(false),
-            Bias::Always => Ok(true),
-            Bias::Key(key, default) => Ok(c.flag(key)?.unwrap_or(default)),
-        };
         let heads = c.count_needed("num_attention_heads")?;
         let head_dim = head_dim(c, family, width, heads)?;
         let attention = AttentionSpec {
@@ -35,28 +30,23 @@ impl Blocks {
             rope: 0,
             scale: score_scale(c, family, head_dim)?,
             softcap: positive(c, family.score_softcap)?,
-            qkv_bias: bias(family.qkv_bias)?,
-            o_bias: bias(family.o_bias)?,
+            qkv_bias: has_bias(c, family.qkv_bias)?,
+            o_bias: has_bias(c, family.o_bias)?,
             qk_norm: family.qk_norm,
             has_gate: family.is_hybrid,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
-        let feed = Feed::Dense(DenseSpec {
-            width: c.count_needed("intermediate_size")?,
-            activation: activation(c, family)?,
-            bias: bias(family.mlp_bias)?,
-            is_joined: family.files.joins_gate_up,
-        });
+        let feeds = feeds::read(c, family, layers)?;
         let residual_scale = positive(c, family.residual_scale)?.unwrap_or(1.0);
         let (kinds, ropes) = kinds(c, family, layers, context)?;
-        let block = |Kind { window, rope, is_linear }| {
+        let block = |(Kind { window, rope, is_linear }, feed)| {
             let mixer = match delta {
                 Some(delta) if is_linear => Mixer::Delta(delta),
                 _ => Mixer::Attention(AttentionSpec { window, rope, ..attention }),
             };
             BlockSpec { mixer, feed, norms: family.norms, residual_scale }
         };
-        Ok(Self { blocks: kinds.into_iter().map(block).collect(), ropes })
+        Ok(Self { blocks: kinds.into_iter().zip(feeds).map(block).collect(), ropes })
     }
 }
 
@@ -171,6 +161,7 @@ fn windows(c: &Reader, family: &Family, has_rope: &[bool]) -> Result<Vec<Option<
             };
             (window, (0..layers).map(|i| i >= from).collect())
         }
+        Windows::AllSwitched(default) => (if uses()? { width(Some(default))? } else { None }, vec![true; layers]),
         Windows::Periodic(default, period) => {
             let has_key = family.keys.contains(&"sliding_window_pattern");
             let period = if has_key { c.count("sliding_window_pattern")?.unwrap_or(period) } else { period };
@@ -205,17 +196,6 @@ fn head_dim(c: &Reader, family: &Family, width: usize, heads: usize) -> Result<u
             let what = format!("({width}) must be a multiple of num_attention_heads ({heads})");
             Err(c.wrong("hidden_size", &what))
         }
-    }
-}
-
-/// The MLP's activation.
-fn activation(c: &Reader, family: &Family) -> Result<Activation> {
-    let (key, default) = family.activation;
-    match c.text(key)?.as_deref() {
-        None => Ok(default),
-        Some("silu" | "swish") => Ok(Activation::Silu),
-        Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::GeluTanh),
-        Some(other) => Err(c.wrong(key, &format!("must be \"silu\" or \"gelu_pytorch_tanh\" (got \"{other}\")"))),
     }
 }
 

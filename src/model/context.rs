@@ -1,6 +1,7 @@
 //! The inputs that all layers of one forward share, or of its backward.
 
 use super::ring::Ring;
+use super::routers::Routers;
 use super::weights::Unit;
 use crate::comm::Group;
 use crate::ops::attention::{KvLayer, Packed, Paged};
@@ -26,4 +27,5 @@ pub(super) struct Context<'a> {
     pub tensor: &'a Group,
     /// The ranks that hold the other tokens of each sequence.
     pub ring: &'a Ring,
+    pub routers: &'a Routers,
 }

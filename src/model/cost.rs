@@ -1,12 +1,13 @@
 //! The work of a model: multiply-adds, counted as two FLOPs each, and bytes. The only place that derives them from an
 //! architecture.
 //!
-//! With t tokens, d width, q = heads x head dim, kv = key/value heads x head dim, f MLP width, v vocabulary, and p the
-//! (query, key) pairs that the causal mask (and a window) keeps, for each layer:
+//! With t tokens, d width, q = heads x head dim, kv = key/value heads x head dim, f MLP width (of a token's experts
+//! together), E experts, v vocabulary, and p the (query, key) pairs that the causal mask (and a window) keeps, for each
+//! layer:
 //!
 //! | part | forward | forward and backward |
 //! |---|---|---|
-//! | GEMM | 2 t (d q + 2 d kv + q d + 3 d f) | x 3 |
+//! | GEMM | 2 t (d q + 2 d kv + q d + 3 d f + d E) | x 3 |
 //! | attention | 4 q p (scores, and values by weights) | x 3 (dP, dV, dQ, dK; recomputed scores are not counted) |
 //! | head | 2 rows d v | x 3 |
 //!
@@ -55,9 +56,9 @@ impl Add for Work {
     }
 }
 
-/// The elements of a layer's matrices. Each is a multiply-add for a token.
-pub fn layer_elements(arch: &Arch, block: &BlockSpec) -> usize {
-    let (Feed::Dense(mlp), d) = (&block.feed, arch.width);
+/// The elements of a layer's matrices that `tokens` tokens read, if their experts differ as far as they can.
+pub fn layer_elements(arch: &Arch, block: &BlockSpec, tokens: usize) -> usize {
+    let d = arch.width;
     let mixer = match &block.mixer {
         Mixer::Attention(attention) => {
             let queries = if attention.has_gate { attention.gated_queries() } else { attention.queries() };
@@ -65,18 +66,28 @@ pub fn layer_elements(arch: &Arch, block: &BlockSpec) -> usize {
         }
         Mixer::Delta(delta) => d * (2 * delta.keys().size() + 3 * delta.values().size() + 2 * delta.value_heads),
     };
-    mixer + 3 * d * mlp.width
+    let feed = match &block.feed {
+        Feed::Dense(mlp) => 3 * d * mlp.width,
+        Feed::Experts(mixture) => {
+            d * mixture.count + 3 * d * mixture.width * mixture.count.min(tokens.saturating_mul(mixture.top_k))
+        }
+    };
+    mixer + feed
 }
 
-/// The elements of all layers' matrices.
+/// The elements of all layers' matrices for a token. Each is a multiply-add.
 pub fn elements(arch: &Arch) -> usize {
-    arch.blocks.iter().map(|block| layer_elements(arch, block)).sum()
+    elements_read(arch, 1)
+}
+
+/// The elements of all layers' matrices that `tokens` tokens read.
+fn elements_read(arch: &Arch, tokens: usize) -> usize {
+    arch.blocks.iter().map(|block| layer_elements(arch, block, tokens)).sum()
 }
 
 /// The most values for a token that a forward without a backward holds at a time, on a rank of the tensor axis.
 pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
     let of_block = |block: &BlockSpec| {
-        let Feed::Dense(mlp) = &block.feed;
         let mixer = match &block.mixer {
             Mixer::Attention(attention) => {
                 let queries = attention.queries().len(part) * if attention.has_gate { 3 } else { 1 };
@@ -87,7 +98,12 @@ pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
                 6 * delta.keys().len(part) + 5 * delta.values().len(part) + 4 * delta.heads().len(part)
             }
         };
-        3 * arch.width + mixer + 3 * mlp.cut().len(part)
+        let inner = block.feed.cut().len(part);
+        let feed = match &block.feed {
+            Feed::Dense(_) => 3 * inner,
+            Feed::Experts(mixture) => mixture.count + mixture.top_k * (3 * inner + arch.width),
+        };
+        3 * arch.width + mixer + feed
     };
     arch.blocks.iter().map(of_block).max().unwrap_or_default()
 }
@@ -96,7 +112,7 @@ pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
 pub fn forward(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: usize) -> Work {
     let tokens: usize = sequences.iter().map(|s| s.1).sum();
     let (body, head) = (elements(arch), arch.width * arch.vocabulary);
-    let weights = body + if rows > 0 { head } else { 0 };
+    let weights = elements_read(arch, tokens) + if rows > 0 { head } else { 0 };
     let past: usize = sequences.iter().map(|s| s.0).sum();
     let cached = past * arch.attentions().map(|attention| 2 * attention.kv_width()).sum::<usize>();
     let pairs = |window| sequences.iter().map(|&(past, new)| attention::pairs(past, new, window)).sum::<f64>();

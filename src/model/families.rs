@@ -1,6 +1,7 @@
 //! Model families as data: the defaults that their config.json leaves out.
 
 use super::block_spec::{Norms, QkNorm};
+use super::expert_files::ExpertForm;
 use super::rope::RopeDefaults;
 use super::unsupported::refused;
 use super::wrapper::WRAPPERS;
@@ -25,6 +26,8 @@ pub enum Windows {
     /// Only with `use_sliding_window`: the layers from `max_window_layers` on, or those of `layer_types`. (default
     /// window, default max_window_layers)
     Switched(usize, usize),
+    /// Only with `use_sliding_window`: every layer. (default window)
+    AllSwitched(usize),
     /// The layers of `layer_types`, or all but every `period`th. `sliding_window_pattern` is the period, if the family
     /// has that key. (default window, default period)
     Periodic(usize, usize),
@@ -62,6 +65,20 @@ pub enum Embedded {
     Multiplied,
 }
 
+/// The mixtures of experts of a family, with the defaults of their keys. `num_experts` or `num_local_experts` is the
+/// number of experts, `num_experts_per_tok` that of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mixture {
+    pub count: usize,
+    pub top_k: usize,
+    /// The default of `moe_intermediate_size`. `None`: an expert has the width `intermediate_size`.
+    pub width: Option<usize>,
+    /// The default of `norm_topk_prob`, which divides weights by their sum. `None`: they always are.
+    pub renormalizes: Option<bool>,
+    /// Whether `decoder_sparse_step` and `mlp_only_layers` choose layers with one MLP.
+    pub has_dense_layers: bool,
+}
+
 /// How matrices are stored in the files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileForm {
@@ -71,10 +88,13 @@ pub struct FileForm {
     pub joins_gate_up: bool,
     /// Column 2i of a head is rotated with 2i + 1.
     pub is_interleaved: bool,
+    /// The usual form of experts.
+    pub experts: ExpertForm,
 }
 
 impl FileForm {
-    const PLAIN: Self = Self { joins_qkv: false, joins_gate_up: false, is_interleaved: false };
+    const PLAIN: Self =
+        Self { joins_qkv: false, joins_gate_up: false, is_interleaved: false, experts: ExpertForm::Each };
 }
 
 /// One family. Every difference between families is a field here or in `Arch`.
@@ -94,6 +114,8 @@ pub struct Family {
     pub qk_norm: QkNorm,
     /// Whether some layers have the gated delta rule instead of attention, and the others gates on their query heads.
     pub is_hybrid: bool,
+    /// The mixtures of experts, if layers have one instead of the MLP.
+    pub experts: Option<Mixture>,
     pub norms: Norms,
     pub files: FileForm,
     /// The number that is added to the weights of all norms.
@@ -129,6 +151,19 @@ pub struct Family {
 /// The key of Gemma's encoders, whose tokens see later ones.
 pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 
+/// Keys of families with mixtures of experts.
+const MIXTURE_KEYS: &[&str] = &[
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "output_router_logits",
+    "router_aux_loss_coef",
+];
+
 /// The most common value of each field.
 const LLAMA: Family = Family {
     name: "llama",
@@ -140,6 +175,7 @@ const LLAMA: Family = Family {
     mlp_bias: Bias::Key("mlp_bias", false),
     qk_norm: QkNorm::None,
     is_hybrid: false,
+    experts: None,
     norms: Norms::PRE,
     files: FileForm::PLAIN,
     norm_offset: 0.0,
@@ -212,7 +248,7 @@ const OLMO2: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-static FAMILIES: [Family; 15] = [
+static FAMILIES: [Family; 17] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -267,6 +303,37 @@ static FAMILIES: [Family; 15] = [
         norm_offset: 1.0,
         rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
         head_dim: Some(256),
+        kv_heads: Some(4),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "mixtral",
+        causal: "MixtralForCausalLM",
+        classifier: "MixtralForSequenceClassification",
+        keys: MIXTURE_KEYS,
+        experts: Some(Mixture { count: 8, top_k: 2, width: None, renormalizes: None, has_dense_layers: false }),
+        files: FileForm { experts: ExpertForm::EachNumbered, ..FileForm::PLAIN },
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        rope: RopeDefaults { theta: 1_000_000.0, ..RopeDefaults::PLAIN },
+        ..MISTRAL
+    },
+    Family {
+        name: "qwen3_moe",
+        causal: "Qwen3MoeForCausalLM",
+        classifier: "Qwen3MoeForSequenceClassification",
+        keys: MIXTURE_KEYS,
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        experts: Some(Mixture {
+            count: 128,
+            top_k: 8,
+            width: Some(768),
+            renormalizes: Some(false),
+            has_dense_layers: true,
+        }),
+        windows: Windows::AllSwitched(4096),
         kv_heads: Some(4),
         context: 32_768,
         ..LLAMA

@@ -8,6 +8,8 @@ pub struct FileRows {
     /// The first row of the parameter, and the number of rows of the tensor.
     pub first: usize,
     pub of: usize,
+    /// The number of matrices in the tensor, if it has three dims: all rows of one matrix, then those of the next.
+    pub matrices: Option<usize>,
     /// The order of the columns of heads, which are the rows here, if it is another one.
     pub heads: Option<HeadRows>,
 }
@@ -66,7 +68,7 @@ impl HeadRows {
 impl FileRows {
     /// A tensor of its own, of `rows` rows.
     pub fn own(name: &str, rows: usize) -> Self {
-        Self { tensor: name.to_owned(), first: 0, of: rows, heads: None }
+        Self { tensor: name.to_owned(), first: 0, of: rows, matrices: None, heads: None }
     }
 
     /// Fills `out` with row-major values of the parameter from element `start` on, in rows of `width` values. `read`
@@ -115,7 +117,7 @@ mod tests {
     #[test]
     fn parts_of_a_joined_tensor_are_read_row_by_row() {
         let heads = HeadRows::new(4, 2, false);
-        let rows = FileRows { tensor: "joined".into(), first: 3, of: 9, heads };
+        let rows = FileRows { first: 3, heads, ..FileRows::own("joined", 9) };
         let read = |start: usize, out: &mut [f32]| {
             out.iter_mut().enumerate().for_each(|(i, x)| *x = (start + i) as f32);
         };

@@ -51,6 +51,7 @@ impl Linear {
             |part: &str| file.map(|file| FileRows { tensor: format!("{}.{part}", file.tensor), ..file.clone() });
         let [weight, bias_name] = ["weight", "bias"].map(|part| format!("{name}.{part}"));
         let weight = table.add_in(place("weight"), &weight, &dims, Layout::Panel, table.normal());
+        table.mark_linear(weight);
         let bias = bias.then(|| table.add_in(place("bias"), &bias_name, &dims[..1], Layout::Row, Init::Zeros));
         let [outputs, inputs] = dims;
         let adapter = table.adapter(module, inputs.size()).map(|(adapter, init)| {

@@ -357,7 +357,8 @@ impl Source {
         let file = self.file_rows(name);
         let tensor = self.stored(&file.tensor)?;
         if tensor.dtype != Dtype::U8 {
-            let (width, read) = (tensor.shape[1..].iter().product(), stored(tensor.dtype, tensor.bytes));
+            let width = tensor.shape[1..].last().copied().unwrap_or(1);
+            let read = stored(tensor.dtype, tensor.bytes);
             return Some(Box::new(move |start, to: &mut [f32]| file.read(width, start, to, &read)));
         }
         let checked = self.quantized.get(&file.tensor).expect("`check` found codes");

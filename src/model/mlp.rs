@@ -35,18 +35,23 @@ pub(super) struct MlpSaved {
 
 impl MlpSaved {
     /// The results in the order in which they were computed.
-    pub(super) fn results(&self) -> [(&'static str, &Tensor); 4] {
-        [("the MLP's norm", &self.n), ("the gate", &self.gate), ("the up projection", &self.up), ("swiglu", &self.act)]
+    pub(super) fn results(&self) -> Vec<(&'static str, &Tensor)> {
+        vec![
+            ("the MLP's norm", &self.n),
+            ("the gate", &self.gate),
+            ("the up projection", &self.up),
+            ("swiglu", &self.act),
+        ]
     }
 }
 
 impl Mlp {
     /// Declares gate, up and down, named `name.gate_proj` and so on. `width` is that of the hidden state.
     pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: &DenseSpec) -> Self {
-        let (hidden, inner) = (Cut::Whole(width), spec.cut());
+        let (hidden, inner) = (Cut::Whole(width), Cut::Even(spec.width));
         let mut linear = |part: &str, joined: Option<usize>, dims| {
             let (f, tensor) = (spec.width, format!("{name}.gate_up_proj"));
-            let file = joined.map(|i| FileRows { tensor, first: i * f, of: 2 * f, heads: None });
+            let file = joined.map(|i| FileRows { first: i * f, ..FileRows::own(&tensor, 2 * f) });
             Linear::declare_in(table, file.as_ref(), &format!("{name}.{part}_proj"), dims, spec.bias)
         };
         let joined = |i| spec.is_joined.then_some(i);

@@ -32,6 +32,10 @@ mod branch;
 mod config_json;
 mod context;
 mod delta;
+mod expert_files;
+mod experts;
+mod feed_forward;
+mod feeds;
 mod file_rows;
 mod files;
 mod head_norm;
@@ -47,6 +51,7 @@ mod norm;
 mod on_disk;
 mod part;
 mod ring;
+mod routers;
 mod tensor_axis;
 mod tensor_files;
 mod unsupported;
@@ -55,7 +60,9 @@ mod wrapper;
 
 pub use adapter_norms::AdapterNorms;
 pub use arch::{Arch, Head};
-pub use block_spec::{AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, Feed, Mixer, NormSpec, Norms, QkNorm};
+pub use block_spec::{
+    AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, Mixer, NormSpec, Norms, QkNorm,
+};
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};
 pub use heads::{DistillTargets, Teacher};
@@ -63,6 +70,7 @@ pub use layer_cache::{CacheGroup, Kept, LayerCache};
 pub use on_disk::{OnDisk, Tensors};
 pub use params::{ParamId, ParamSpec, ParamTable};
 pub use part::{Cut, TensorPart};
+pub use routers::{RouterSums, Routers};
 pub use transformer::{Keys, Saved, Transformer, packed_positions};
 pub use weights::partition::Shards;
 pub use weights::reshard::Reshard;

@@ -63,6 +63,9 @@ pub struct ParamSpec {
     pub copies: usize,
     pub layout: Layout,
     pub init: Init,
+    /// Whether it is the matrix of a linear layer, which may have an adapter. Routers and experts are not: they are no
+    /// modules of their own in transformers.
+    pub is_linear: bool,
     /// The place in the files of a model; `None`: a tensor of its name, in the same order.
     pub file: Option<FileRows>,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
@@ -115,6 +118,9 @@ impl ParamSpec {
         let mut shape = self.full();
         if let Some(file) = &self.file {
             shape[0] = file.of;
+            if let Some(matrices) = file.matrices {
+                shape.splice(0..1, [matrices, file.of / matrices]);
+            }
         }
         shape
     }
@@ -283,12 +289,20 @@ impl ParamTable {
             copies,
             layout,
             init,
+            is_linear: false,
             file,
             offset: self.len,
             len,
         });
         self.len += len;
         id
+    }
+
+    /// Marks a matrix as that of a linear layer.
+    pub(super) fn mark_linear(&mut self, id: ParamId) {
+        if !id.is_frozen {
+            self.specs[id.index].is_linear = true;
+        }
     }
 
     /// Whether both tables list the same parameters at the same places.
@@ -350,7 +364,10 @@ impl ParamTable {
 
     /// The name and the whole shape of each parameter, as the files of a model have them: parts of one tensor are one.
     pub fn shapes(&self) -> Vec<Param> {
-        let param = |parts: &[ParamSpec]| Param { name: parts[0].file_name().to_owned(), shape: parts[0].file_shape() };
+        let param = |parts: &[ParamSpec]| {
+            let (name, shape) = (parts[0].file_name().to_owned(), parts[0].file_shape());
+            Param { name, shape, is_linear: parts[0].is_linear }
+        };
         tensors(&self.specs).map(param).collect()
     }
 

@@ -1,6 +1,7 @@
 //! The sizes of the tensor and sequence axes that an architecture allows.
 
 use super::arch::Arch;
+use super::block_spec::Feed;
 use super::part::{TensorPart, gcd};
 use crate::error::{Error, Result};
 
@@ -8,7 +9,7 @@ impl TensorPart {
     /// The part of the rank, among `size`, with the largest share of a model's matrices.
     pub fn fullest(arch: &Arch, size: usize) -> Self {
         let share = |part: &Self| {
-            let mlps: usize = arch.mlps().map(|mlp| mlp.cut().len(*part)).sum();
+            let mlps: usize = arch.feeds().map(|mlp| mlp.cut().len(*part)).sum();
             mlps + part.range(arch.vocabulary).len()
         };
         (0..size).map(|rank| Self { rank, size }).max_by_key(share).unwrap_or_else(Self::whole)
@@ -75,7 +76,7 @@ impl Arch {
     }
 
     fn narrowest_mlp(&self) -> usize {
-        self.mlps().map(|mlp| mlp.width).min().unwrap_or(usize::MAX)
+        self.feeds().map(Feed::width).min().unwrap_or(usize::MAX)
     }
 }
 

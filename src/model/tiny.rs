@@ -10,6 +10,9 @@ pub const VOCABULARY: usize = 512;
 /// Sizes that have kernels on a GPU.
 const WIDTH: usize = 64;
 const MLP_WIDTH: usize = 96;
+const EXPERT_WIDTH: usize = 48;
+const EXPERTS: usize = 8;
+const EXPERTS_PER_TOKEN: usize = 2;
 const HEADS: usize = 2;
 const HEAD_DIM: usize = 32;
 const LAYERS: usize = 4;
@@ -38,6 +41,12 @@ const KEYS: &[(&str, &str)] = &[
         r#"{"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
             "llama_4_scaling_beta": 0.1}}"#,
+    ),
+    ("mixtral", r#"{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}"#),
+    (
+        "qwen3_moe",
+        r#"{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": true,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": false}"#,
     ),
     ("smollm3", r#"{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}"#),
     ("seed_oss", r#"{"residual_dropout": 0.0}"#),
@@ -90,7 +99,7 @@ pub fn of_family(family: &Family, vocabulary: usize) -> Map<String, Value> {
         }
     }
     let slides: Option<Box<dyn Fn(usize) -> bool>> = match family.windows {
-        Windows::Never => None,
+        Windows::Never | Windows::AllSwitched(_) => None,
         Windows::Everywhere(default) => {
             config.insert("sliding_window".into(), default.map(|_| WINDOW).into());
             None
@@ -153,7 +162,6 @@ pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
     for (key, size) in [
         ("vocab_size", vocabulary),
         ("hidden_size", heads * head_dim),
-        ("intermediate_size", MLP_WIDTH.min(arch.blocks[0].mlp().width)),
         ("num_hidden_layers", layers),
         ("num_attention_heads", heads),
         ("num_key_value_heads", if attention.kv_heads == attention.heads { heads } else { 1 }),
@@ -192,10 +200,18 @@ impl Shares {
         let share = |value: &Value, (new, old): (usize, usize), least: usize| {
             value.as_u64().map_or_else(|| value.clone(), |n| (n as usize * new / old).max(least).into())
         };
+        let limited = |value: &Value, most: usize| value.as_u64().map(|n| n.min(most as u64)).into();
         for (key, value) in config {
             match (key.as_str(), &mut *value) {
                 ("original_max_position_embeddings" | "sliding_window", _) => *value = share(value, self.context, 2),
                 ("max_window_layers", _) => *value = share(value, self.layers, 0),
+                ("intermediate_size", _) => *value = limited(value, MLP_WIDTH),
+                ("moe_intermediate_size", _) => *value = limited(value, EXPERT_WIDTH),
+                ("num_experts" | "num_local_experts", _) => *value = limited(value, EXPERTS),
+                ("num_experts_per_tok", _) => *value = limited(value, EXPERTS_PER_TOKEN),
+                ("mlp_only_layers", Value::Array(list)) => {
+                    list.retain(|layer| layer.as_u64().is_some_and(|layer| layer < self.layers.0 as u64));
+                }
                 ("layer_types" | "no_rope_layers", Value::Array(list)) => list.truncate(self.layers.0),
                 ("short_factor" | "long_factor", Value::Array(list)) => list.truncate(self.pairs),
                 (_, Value::Object(object)) => self.scale(object),
@@ -216,7 +232,7 @@ mod tests {
             let arch = Arch::from_config(&of_family(family, 300)).unwrap_or_else(|e| panic!("{name}: {e}"));
             let windows: Vec<bool> = arch.attentions().map(|layer| layer.window.is_some()).collect();
             let has_both = windows.contains(&true) && windows.contains(&false);
-            let is_mixed = !matches!(family.windows, Windows::Never | Windows::Everywhere(_));
+            let is_mixed = !matches!(family.windows, Windows::Never | Windows::Everywhere(_) | Windows::AllSwitched(_));
             assert_eq!((arch.family.name, has_both), (name, is_mixed), "{windows:?}");
             assert_eq!(arch.rotations().unwrap().len(), arch.ropes.len(), "{name}");
             // A model that is tiny keeps its kinds of layers.

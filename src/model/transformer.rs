@@ -9,6 +9,7 @@ use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
+use super::routers::Routers;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
@@ -60,6 +61,7 @@ pub struct Transformer {
     /// The norm after the last block.
     norm: Norm,
     ring: Ring,
+    pub routers: Routers,
     ropes: Vec<Arc<RopeTable>>,
     device: Device,
 }
@@ -122,6 +124,7 @@ impl Transformer {
             cache_groups: CacheGroup::of_arch(arch),
             norm,
             ring: Ring::new(axes),
+            routers: Routers::default(),
             ropes: rope_tables(arch),
             device,
         }
@@ -362,7 +365,8 @@ impl Transformer {
     }
 
     fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
-        Context { w, positions, ropes: &self.ropes, tensor: &self.tensor, ring: &self.ring }
+        let Self { ropes, tensor, ring, routers, .. } = self;
+        Context { w, positions, ropes, tensor, ring, routers }
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {

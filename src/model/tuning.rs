@@ -32,11 +32,12 @@ pub(super) fn adapter_names(module: &str) -> [String; 2] {
     ["lora_A", "lora_B"].map(|matrix| format!("{module}.{matrix}.weight"))
 }
 
-/// A parameter of a model: its name, and its whole shape.
+/// A parameter of a model: its name, its whole shape, and whether it is the matrix of a linear layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Param {
     pub name: String,
     pub shape: Vec<usize>,
+    pub is_linear: bool,
 }
 
 /// The source of settings, which decides how errors name them, and how strict names are.
@@ -114,12 +115,12 @@ fn is_value_head(name: &str) -> bool {
 impl<'a> Model<'a> {
     fn new(params: &'a [Param]) -> Self {
         let mut modules: Vec<(&str, Option<(usize, usize)>)> = Vec::new();
-        for Param { name, shape } in params {
+        for Param { name, shape, is_linear } in params {
             let module = module_of(name);
             if modules.last().is_none_or(|(last, _)| *last != module) {
                 modules.push((module, None));
             }
-            if let (Some(_), true, [outputs, inputs]) = (layer_of(module), name.ends_with(".weight"), &shape[..]) {
+            if let (true, [outputs, inputs]) = (is_linear, &shape[..]) {
                 modules.last_mut().expect("it was added").1 = Some((*outputs, *inputs));
             }
         }
@@ -256,6 +257,8 @@ impl Tuning {
             let range = entry.strip_prefix("layers.").and_then(layer_range);
             let found = model.within(|module| match (entry.as_str(), &range) {
                 ("attention", _) => is_named(module, "self_attn"),
+                // The older name of Mixtral's.
+                ("mlp", _) => is_named(module, "mlp") || is_named(module, "block_sparse_moe"),
                 ("norms", _) => module.ends_with("norm"),
                 (_, Some(range)) => layer_of(module).is_some_and(|layer| range.contains(&layer)),
                 (name, None) => is_named(module, name),

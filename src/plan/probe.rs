@@ -239,7 +239,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(job: &'a Job, device: &'a Device) -> Self {
         let (actor, dtype) = (job.archs.actor(), job.config.model.dtype());
-        let layer = cost::layer_elements(actor, &actor.blocks[0]);
+        let layer = cost::layer_elements(actor, &actor.blocks[0], usize::MAX);
         let layers = STREAMED_BYTES.div_ceil(layer * dtype.bytes()).clamp(1, LAYERS_MAX).min(actor.blocks.len());
         let blocks = actor.blocks[..layers].to_vec();
         let arch = Arch { blocks, vocabulary: actor.vocabulary.min(512), ..actor.clone() };

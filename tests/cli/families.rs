@@ -80,7 +80,7 @@ fn a_model_like_another_one_has_its_shape_or_its_kinds_of_layers_in_small_sizes(
 }
 
 /// A golden model, and lines of `info` about it.
-const KNOWN: [(&str, &[&str]); 4] = [
+const KNOWN: [(&str, &[&str]); 5] = [
     (
         "gemma3-old",
         &[
@@ -91,6 +91,14 @@ const KNOWN: [(&str, &[&str]); 4] = [
             "           1 with all earlier tokens, rope with theta 300, linear scaling by 3",
             "weights    28 tensors, 17.7 KiB in BF16; 1 file",
             "not used   23 tensors, 2.1 KiB, of other parts (images); copied to exports",
+        ],
+    ),
+    (
+        "qwen3_moe",
+        &[
+            "parameters 43,008, 28,000 active for each token",
+            "mlp        6 experts of width 35 (silu) in 2 layers; 3 for each token, weights sum to 1",
+            "           width 11 (silu) in 1 layer",
         ],
     ),
     ("gemma2", &["soft caps  attention scores at 1.5, logits at 2.5", "ends with  2"]),
@@ -128,6 +136,7 @@ fn info_prints_the_facts_about_a_model() {
     for (name, words) in [
         ("gemma2", "attn_logit_softcapping has no GPU kernel"),
         ("ministral3", "llama_4_scaling_beta has no GPU kernel"),
+        ("qwen3_moe", "num_experts_per_tok has no GPU kernel"),
         ("qwen3", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
     ] {
         fixture.run(&["init", "--like", name, "--tiny", "--out", name]).well();

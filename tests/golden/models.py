@@ -11,6 +11,8 @@ Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/mod
   prompt               the length of that prompt, if it is not PROMPT
   values               (reward models) the score at every position
   scores               (reward models) scores of the sequence classifier for the rows as one padded batch
+  aux_loss             (mixtures of experts) the load-balancing loss of transformers over all rows
+  aux.PARAMETER        its gradient, where it is not zero
 Loss: sum_i weight_i * logprobs_t_i + ENTROPY_COEF * sum_i entropy_i, weight_i = ((7 i) mod 11 - 3) / 10. The loss of a
 reward model is sum_i weight_i * value_i. All in float64, eager attention, each sequence alone. (The norms and the softmax
 of transformers are float32 inside, whatever the model's dtype.) Each model must give the same log-probs in float32.
@@ -220,6 +222,30 @@ MODELS = {
         rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 0],
                              mrope_interleaved=True),
     ), torch.bfloat16, None, 5),
+    # Mixtures of experts: one tensor for each matrix, as on the Hub.
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", dict(
+        hidden_size=26, intermediate_size=13, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_local_experts=5, num_experts_per_tok=2, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=200.0),
+    ), torch.bfloat16, "20KB", 5),
+    # The second layer is dense; an expert has a panel of outputs and a part of one.
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=24, intermediate_size=11, moe_intermediate_size=35, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=8, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+        mlp_only_layers=[1], tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=200.0),
+    ), torch.float16, None, 4),
+    # The weights of experts do not sum to one; the first layer is dense; one tensor for all experts.
+    "qwen3_moe-stacked": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", dict(
+        hidden_size=25, intermediate_size=13, moe_intermediate_size=9, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False, decoder_sparse_step=2,
+        use_sliding_window=True, sliding_window=9, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=200.0),
+    ), torch.bfloat16, None, 5),
+    "reward-mixtral": ("MixtralConfig", "MixtralForSequenceClassification", dict(
+        hidden_size=24, intermediate_size=10, num_attention_heads=3, num_key_value_heads=1, num_labels=1,
+        num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=200.0),
+    ), torch.bfloat16, None, 4),
 }
 
 # The rows' lengths, the prompt's, the number of new tokens, the embedding's scale.
@@ -242,6 +268,7 @@ SETTINGS = {
     "qwen3_5": dict(embed=0.5),
     "qwen3_5_text": dict(lengths=[1, 2, 31, 65, 90]),
     "reward-gemma3_text": dict(embed=0.25),
+    "qwen3_moe": dict(embed=0.25),
 }
 
 
@@ -275,7 +302,7 @@ def randomise(model, generator, embed):
         elif "embed_tokens" in name:
             p.data = embed * noise
         else:
-            p.data = noise * 1.2 / p.shape[1] ** 0.5
+            p.data = noise * 1.2 / p.shape[-1] ** 0.5
 
 
 def as_transformers_4(path):
@@ -298,6 +325,8 @@ def as_transformers_4(path):
     text.pop("no_rope_layers", None)
     if "hidden_activation" in text:
         text["hidden_act"] = "gelu"  # Some files say so; hidden_activation counts.
+    if text["model_type"] == "qwen3_moe":
+        text["num_experts"] = text.pop("num_local_experts")
     if "_sliding_window_pattern" in text:
         text["sliding_window_pattern"] = text.pop("_sliding_window_pattern")
     if text.get("head_dim") == text["hidden_size"] // text["num_attention_heads"]:
@@ -319,6 +348,22 @@ def name_in_files(parameter, saved):
     """The name of a parameter in the directory's files, whose tensors are `saved`."""
     old = parameter.replace("model.language_model.", "language_model.model.")
     return next(name for name in (parameter, old, f"language_model.{parameter}") if name in saved)
+
+
+def in_files(parameter, value, saved):
+    """The parts of a parameter's value with their names in the directory's files, whose tensors are `saved`."""
+    if ".mlp.experts." not in parameter or parameter in saved:
+        mixtral = parameter.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+        yield (mixtral if mixtral in saved else name_in_files(parameter, saved)), value
+        return
+    module, _, last = parameter.rpartition(".")
+    old = module.replace(".mlp.", ".block_sparse_moe.")
+    is_old = f"{old}.0.w1.weight" in saved
+    for e, matrix in enumerate(value):
+        parts = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}[last]
+        for part, rows in zip(parts, matrix.chunk(len(parts))):
+            numbered = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part]
+            yield (f"{old}.{e}.{numbered}.weight" if is_old else f"{module}.{e}.{part}.weight"), rows
 
 
 def language_model_numbers(model, rows, out, prompt=PROMPT, new=40):
@@ -365,6 +410,14 @@ def value_numbers(model, rows, out):
     return (weight * out["values"]).sum()
 
 
+def balance_loss(model, rows):
+    """The load-balancing loss over the tokens of all rows together."""
+    logits = [model(input_ids=row[None], use_cache=False, output_router_logits=True).router_logits for row in rows]
+    joined = tuple(torch.cat(of_layer) for of_layer in zip(*logits))
+    count, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+    return sys.modules[type(model).__module__].load_balancing_loss_func(joined, count, chosen)
+
+
 def config_of(name):
     """The configuration of a directory. The first files of Phi-3 say "su", which transformers 5.24 renames too late to
     find the original length."""
@@ -374,7 +427,9 @@ def config_of(name):
 
 def load(name, dtype):
     model_class = getattr(transformers, MODELS[name][1])
-    return model_class.from_pretrained(OUT / name, config=config_of(name), attn_implementation="eager", dtype=dtype)
+    config = config_of(name)
+    config._experts_implementation = "eager"
+    return model_class.from_pretrained(OUT / name, config=config, attn_implementation="eager", dtype=dtype)
 
 
 def save_model(name, generator):
@@ -390,7 +445,8 @@ def save_model(name, generator):
     model.to(dtype)
     directory = OUT / name
     shutil.rmtree(directory, ignore_errors=True)
-    model.save_pretrained(directory, **({"max_shard_size": shard} if shard else {}))
+    model.save_pretrained(directory, save_original_format=name != "qwen3_moe-stacked",
+                          **({"max_shard_size": shard} if shard else {}))
     if spelling == 4:
         as_transformers_4(directory / "config.json")
     if name == "gemma3":
@@ -415,7 +471,14 @@ def make(name, seed):
     saved = {key for file in (OUT / name).glob("*.safetensors") for key in load_file(file)}
     for parameter, p in model.named_parameters():
         if p.grad is not None:
-            out[f"grad.{name_in_files(parameter, saved)}"] = p.grad
+            out.update({f"grad.{name}": part for name, part in in_files(parameter, p.grad, saved)})
+    if hasattr(model.config, "num_experts_per_tok") and not name.startswith("reward"):
+        model.zero_grad(set_to_none=True)
+        out["aux_loss"] = balance_loss(model, rows)[None]
+        out["aux_loss"].sum().backward()
+        for parameter, p in model.named_parameters():
+            if p.grad is not None and p.grad.any():
+                out.update({f"aux.{part}": rows_of for part, rows_of in in_files(parameter, p.grad, saved) if rows_of.any()})
     out = {k: v.detach().to(torch.float32 if v.is_floating_point() else torch.int32).contiguous()
            for k, v in out.items()}
     out["tokens"] = torch.cat(rows).int()

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 17] = [
+pub const DENSE_MODELS: [&str; 20] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -30,6 +30,10 @@ pub const DENSE_MODELS: [&str; 17] = [
     // Layers with the gated delta rule.
     "qwen3_5_text",
     "qwen3_5",
+    // Mixtures of experts.
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe-stacked",
 ];
 /// Language models with adapters.
 pub const ADAPTED: [&str; 12] = [
@@ -48,7 +52,8 @@ pub const ADAPTED: [&str; 12] = [
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
-pub const DENSE_REWARD_MODELS: [&str; 4] = ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text"];
+pub const DENSE_REWARD_MODELS: [&str; 5] =
+    ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text", "reward-mixtral"];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;
 /// Length of the prompt that the greedy continuation starts from.
@@ -98,9 +103,14 @@ impl Golden {
         tensors.tensor("prompt").map_or(PROMPT, |prompt| prompt.data()[0].into())
     }
 
+    /// The names of tensors that begin with `prefix`, without it.
+    pub fn names(&self, prefix: &str) -> Vec<String> {
+        let tensors = SafeTensors::deserialize(&self.bytes).expect("a golden");
+        tensors.names().iter().filter_map(|n| n.strip_prefix(prefix)).map(str::to_owned).collect()
+    }
+
     pub fn gradients(&self) -> Vec<String> {
-        let tensors = SafeTensors::deserialize(&self.bytes).unwrap();
-        tensors.names().iter().filter_map(|n| n.strip_prefix("grad.")).map(str::to_owned).collect()
+        self.names("grad.")
     }
 }
 
@@ -219,10 +229,16 @@ pub fn check_gradients(name: &str, golden: &Golden, grads: &Gradients, tolerance
     let names = golden.gradients();
     let params = grads.table.shapes();
     assert_eq!(names.len(), params.len(), "{name}: as many gradients as parameters");
+    compare_gradients(name, golden, "grad.", grads, tolerance)
+}
+
+/// Asserts that the gradients of the golden whose names begin with `prefix` are those of `grads`.
+pub fn compare_gradients(name: &str, golden: &Golden, prefix: &str, grads: &Gradients, tolerance: f64) -> f64 {
+    let names = golden.names(prefix);
     let flat = grads.to_vec();
     let mut largest = 0.0f64;
     for in_file in names {
-        let theirs = golden.floats(&format!("grad.{in_file}"));
+        let theirs = golden.floats(&format!("{prefix}{in_file}"));
         let parameter = in_file.replace("model.language_model.", "model.").replace("language_model.", "");
         let mut ours = vec![f32::NAN; theirs.len()];
         for spec in grads.table.specs().iter().filter(|spec| spec.file_name() == parameter) {

@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::layouts::{Left, Setting, assert_near, config, samples, texts, tuning, update, whole};
 use crate::models::arch;
-use crate::tensor_models::{self, capped, long};
+use crate::tensor_models::{self, capped, experts, long};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
@@ -102,9 +102,14 @@ fn everywhere(world: &World) {
 /// Tests families whose layers differ, each on a few meshes.
 fn dense(world: &World) {
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
-    let few: [&[(Mesh, &[usize])]; 3] =
-        [&[(mesh(1, 1, 8), &[1]), (mesh(2, 2, 2), &[3])], &[(mesh(4, 2, 1), &[2])], &[(mesh(2, 1, 4), &[3])]];
-    let cases = [("olmo3", json!({"sliding_window": 7})), ("gemma2", capped()), ("phi3", long())];
+    let few: [&[(Mesh, &[usize])]; 4] = [
+        &[(mesh(1, 1, 8), &[1]), (mesh(2, 2, 2), &[3])],
+        &[(mesh(4, 2, 1), &[2])],
+        &[(mesh(2, 1, 4), &[3])],
+        &[(mesh(8, 1, 1), &[3]), (mesh(2, 2, 2), &[2])],
+    ];
+    let cases =
+        [("olmo3", json!({"sliding_window": 7})), ("gemma2", capped()), ("phi3", long()), ("qwen3_moe", experts())];
     for ((family, keys), few) in cases.into_iter().zip(few) {
         compare(world, &arch(family, &keys), config(PolicyLossKind::Clip), few);
     }

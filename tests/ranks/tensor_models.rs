@@ -60,6 +60,9 @@ fn dense() -> Vec<(&'static str, Arch)> {
                 "linear_key_head_dim": 6, "linear_value_head_dim": 5,
                 "layer_types": ["linear_attention", "full_attention"]}),
         ),
+        // Experts whose width has a panel and a part of one.
+        shape("mixtral", &json!({"num_local_experts": 4, "intermediate_size": 70})),
+        shape("qwen3_moe", &experts()),
     ]
 }
 
@@ -67,6 +70,11 @@ fn dense() -> Vec<(&'static str, Arch)> {
 pub fn capped() -> Value {
     json!({"sliding_window": 7, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 1.5,
         "final_logit_softcapping": 4.0, "tie_word_embeddings": true})
+}
+
+/// Keys of qwen3_moe: experts whose weights do not sum to 1, and a dense layer.
+pub fn experts() -> Value {
+    json!({"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]})
 }
 
 /// Keys of phi3: heads of 8 columns, of which 6 are rotated, with LongRoPE.

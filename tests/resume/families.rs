@@ -17,7 +17,7 @@ fn make(name: &str) {
 
 #[test]
 fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill() {
-    for name in ["gemma2", "olmo3", "phi3-long", "qwen3_5_text"] {
+    for name in ["gemma2", "olmo3", "phi3-long", "qwen3_5_text", "mixtral", "qwen3_moe"] {
         make(name);
         let sets = format!("model.actor={name} job.steps=20 checkpoint.every_steps=4 rollout.response_tokens_max=16");
         let job = |run: &str| Job::ppo(&format!("{name}-{run}")).with(&sets);

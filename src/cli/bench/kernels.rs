@@ -5,19 +5,22 @@ use super::models::Source;
 use crate::device::{Device, null};
 use crate::dtype::round_bf16;
 use crate::model::cost::{self, Work};
-use crate::model::{Arch, AttentionSpec, TensorPart};
+use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, TensorPart};
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::delta::{self, DeltaShape, StateLayer, StateRow, States};
+use crate::ops::experts::Routing;
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
 use crate::ops::{norm, rmsnorm, zigzag};
 use crate::plan::synthetic::{self, Matrix, fill, filled};
 use crate::tensor::arena::Buffer;
-use crate::tensor::{Layout, SliceMut, Tensor, WeightMut};
+use crate::tensor::{Layout, SliceMut, Tensor, Weight, WeightMut};
 
 const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 512, 2048];
+/// Rows of each expert.
+const ROWS_OF_EXPERT: [usize; 4] = [1, 16, 64, 256];
 /// Training: sequences of a packed row.
 const BATCH: usize = 8;
 const TOKENS: usize = 256;
@@ -29,13 +32,18 @@ const PAST: usize = 127;
 
 pub fn run(meter: &mut Meter, source: &Source) {
     let Source { arch, name, .. } = source;
-    let (d, layer, f) = (arch.width, arch.attention(), arch.blocks[0].mlp().width);
+    let (d, layer, f) = (arch.width, arch.attention(), arch.blocks[0].feed.width());
     let mut shapes =
         vec![(layer.q_width(), d), (layer.kv_width(), d), (d, layer.q_width()), (f, d), (d, f), (arch.vocabulary, d)];
     shapes.sort_unstable();
     shapes.dedup();
     for (n, k) in shapes {
         products(meter, name, n, k);
+    }
+    if let Some(spec) = arch.feeds().find_map(Feed::experts) {
+        for rows in ROWS_OF_EXPERT {
+            experts(meter, name, [spec.width, d], spec, rows);
+        }
     }
     packed_attention(meter, name, arch);
     for size in RINGS {
@@ -69,6 +77,43 @@ fn products(meter: &mut Meter, name: &str, n: usize, k: usize) {
             matmul::backward_weight(&dy, &x, dw, dtype);
         });
     }
+}
+
+/// The products of a mixture whose experts have `rows` rows each, and those of all rows with one matrix.
+fn experts(meter: &mut Meter, name: &str, [n, k]: [usize; 2], spec: &ExpertsSpec, rows: usize) {
+    let (count, dtype, s) = (spec.count, meter.dtype, rows * spec.count);
+    let matrices: Vec<Matrix> = (0..count).map(|_| Matrix::new(n, k, dtype)).collect();
+    let mut logits = Tensor::zeros(s / spec.top_k, count);
+    for (i, chosen) in (0..s / spec.top_k * spec.top_k).map(|i| (i / spec.top_k, i % count)) {
+        logits.row_mut(i)[chosen] = 1.0;
+    }
+    let routing = Routing::new(logits, spec.top_k, spec.renormalizes);
+    let s = routing.row_count();
+    let len = Layout::Panel.len(n, k);
+    let (x, dy, mut gradients) = (filled(s, k), filled(s, n), Buffer::zeros(count * len));
+    let mut gradient = Buffer::zeros(len);
+    let (mut y, mut dx) = (Tensor::zeros(s, n), Tensor::zeros(s, k));
+    let cost = Work::from_bytes(0.0, 2.0 * (s * n * k) as f64);
+    let weights: Vec<Weight> = matrices.iter().map(Matrix::weight).collect();
+    let mut measure = |what: &str, work: &mut dyn FnMut()| meter.short(&format!("{name} {what}"), None, cost, work);
+    let (of_experts, of_one) = (format!("{count} x {rows} x {n} x {k}"), format!("{s} x {n} x {k}"));
+    measure(&format!("experts {of_experts}"), &mut || drop(routing.forward_each(&x, [&weights])));
+    measure(&format!("one product {of_one}"), &mut || {
+        matmul::forward(&x, weights[0], None, &mut y, Into::Overwrite);
+    });
+    measure(&format!("experts dx {of_experts}"), &mut || routing.backward_input(&dy, &weights, &mut dx, false));
+    measure(&format!("one product dx {of_one}"), &mut || {
+        matmul::backward_input(&dy, weights[0], &mut dx, Into::Overwrite);
+    });
+    measure(&format!("experts dW {of_experts}"), &mut || {
+        let dw =
+            gradients.chunks_mut(len).map(|values| WeightMut { n, k, layout: Layout::Panel, values: values.into() });
+        routing.backward_weight(&dy, &x, dw.collect(), dtype);
+    });
+    measure(&format!("one product dW {of_one}"), &mut || {
+        let dw = WeightMut { n, k, layout: Layout::Panel, values: (&mut gradient).into() };
+        matmul::backward_weight(&dy, &x, dw, dtype);
+    });
 }
 
 /// The attention of a layer, without its window.
@@ -187,7 +232,7 @@ fn head(meter: &mut Meter, name: &str, arch: &Arch) {
 
 /// Memory-bound operations, compared with reading memory; data smaller than a cache may be faster.
 fn streams(meter: &mut Meter, name: &str, arch: &Arch) {
-    let (t, d, f) = (BATCH * TOKENS, arch.width, arch.blocks[0].mlp().width);
+    let (t, d, f) = (BATCH * TOKENS, arch.width, arch.blocks[0].feed.width());
     let mut stream = |what: &str, floats: usize, work: &mut dyn FnMut()| {
         meter.short(&format!("{name} {what}"), None, Work::from_bytes((floats * size_of::<f32>()) as f64, 0.0), work);
     };

@@ -6,7 +6,7 @@ use crate::error::{Result, format_bytes};
 use crate::launch::gpu;
 use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
-use crate::model::{Arch, DeltaSpec, Head, OnDisk, ParamTable, Tensors};
+use crate::model::{Arch, DeltaSpec, ExpertsSpec, Feed, Head, OnDisk, ParamTable, Tensors};
 use crate::text::Tokenizer;
 use std::path::Path;
 
@@ -39,8 +39,7 @@ fn of_arch(arch: &Arch) -> Rows {
         Head::Value => (family.classifier, "one score per token"),
     };
     let inside = arch.wrapper.as_ref().map_or(String::new(), |wrapper| format!(", inside {}", wrapper.name()));
-    let parameters = grouped(ParamTable::new(arch, arch.head).parameters() as u64);
-    let (attention, mlp) = (arch.attention(), arch.blocks[0].mlp());
+    let attention = arch.attention();
     let tied = match arch.head {
         Head::LanguageModel if arch.tied => ", tied to the embedding",
         Head::LanguageModel => ", with a matrix of its own",
@@ -48,9 +47,9 @@ fn of_arch(arch: &Arch) -> Rows {
     };
     let mut rows = vec![
         ("family", format!("{}{inside}, {class}", family.name)),
-        ("parameters", format!("{parameters}, all of them active for each token")),
+        ("parameters", parameters(arch)),
         ("head", format!("{head}{tied}; vocabulary {}", grouped(arch.vocabulary as u64))),
-        ("width", format!("{}, MLP {} ({})", arch.width, mlp.width, mlp.activation.name())),
+        ("width", arch.width.to_string()),
         (
             "heads",
             format!(
@@ -59,6 +58,7 @@ fn of_arch(arch: &Arch) -> Rows {
             ),
         ),
     ];
+    rows.extend(feeds(arch).into_iter().map(|text| ("mlp", text)));
     rows.extend(layers(arch).into_iter().map(|text| ("layers", text)));
     rows.push(("context", counted(arch.positions, "token")));
     let caps = [("attention scores", attention.softcap), ("logits", arch.logit_softcap)];
@@ -67,6 +67,42 @@ fn of_arch(arch: &Arch) -> Rows {
         rows.push(("soft caps", caps.join(", ")));
     }
     rows
+}
+
+/// The number of parameters, and the number that a token uses.
+fn parameters(arch: &Arch) -> String {
+    let total = ParamTable::new(arch, arch.head).parameters();
+    let unchosen = |spec: &ExpertsSpec| (spec.count - spec.top_k) * 3 * arch.width * spec.width;
+    let inactive: usize = arch.feeds().filter_map(Feed::experts).map(unchosen).sum();
+    let active = match inactive {
+        0 => "all of them".into(),
+        _ => grouped((total - inactive) as u64),
+    };
+    format!("{}, {active} active for each token", grouped(total as u64))
+}
+
+/// The kinds of MLPs, with the number of their layers if there are several.
+fn feeds(arch: &Arch) -> Vec<String> {
+    let mut kinds: Vec<(&Feed, usize)> = Vec::new();
+    for feed in arch.feeds() {
+        match kinds.iter_mut().find(|(known, _)| *known == feed) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((feed, 1)),
+        }
+    }
+    let are_several = kinds.len() > 1;
+    let text = |(feed, layers): (&Feed, usize)| {
+        let (width, activation) = (feed.width(), feed.activation().name());
+        let of = if are_several { format!(" in {}", counted(layers, "layer")) } else { String::new() };
+        match feed.experts() {
+            None => format!("width {width} ({activation}){of}"),
+            Some(ExpertsSpec { count, top_k, renormalizes, .. }) => {
+                let weights = if *renormalizes { "weights sum to 1" } else { "weights are probabilities" };
+                format!("{count} experts of width {width} ({activation}){of}; {top_k} for each token, {weights}")
+            }
+        }
+    };
+    kinds.into_iter().map(text).collect()
 }
 
 /// Each kind of layers: how many there are, their window and their rope.

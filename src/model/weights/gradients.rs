@@ -265,12 +265,32 @@ impl Gradients {
         let ((n, k), layout) = (spec.dims(), spec.layout);
         let at = spec.offset - self.partition.unit(u).start;
         let range = at..at + spec.len;
-        let unit = match &mut self.mode {
+        WeightMut { n, k, layout, values: self.open_unit(u).slice_mut(range) }
+    }
+
+    /// The gradients of several matrices of one unit, in the order of the table. Only the CPU has operations for them.
+    pub fn weights_mut(&mut self, ids: &[ParamId]) -> Vec<WeightMut<'_>> {
+        let Some(first) = ids.first() else { return Vec::new() };
+        let (table, u) = (self.table.clone(), self.table.unit_of(*first));
+        let mut end = self.partition.unit(u).start;
+        let mut rest = self.open_unit(u).all_mut().f32();
+        let mut next = |id: &ParamId| {
+            let spec = table.spec(*id);
+            let (values, after) = std::mem::take(&mut rest)[spec.offset - end..].split_at_mut(spec.len);
+            (rest, end) = (after, spec.range().end);
+            let (n, k) = spec.dims();
+            WeightMut { n, k, layout: spec.layout, values: values.into() }
+        };
+        ids.iter().map(&mut next).collect()
+    }
+
+    /// The sums of a unit that accumulates now.
+    fn open_unit(&mut self, u: usize) -> &mut Flat {
+        match &mut self.mode {
             Mode::Whole(_) => &mut self.sums[u],
             Mode::Ranges(Some((open, buffer))) if *open == u => buffer,
             Mode::Ranges(_) => panic!("unit {u} gets a gradient before `begin`"),
-        };
-        WeightMut { n, k, layout, values: unit.slice_mut(range) }
+        }
     }
 
     /// The gradient of a norm, a bias or a value head.

@@ -1,0 +1,67 @@
+//! The tensors of a mixture of experts in the files of a model: one for each matrix, as on the Hub, or one for the
+//! matrices of all experts, as in the memory of transformers 5.
+
+use super::block_spec::ExpertsSpec;
+use super::file_rows::FileRows;
+use super::files::Checkpoint;
+use std::path::Path;
+
+/// The form of the experts in the files of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertForm {
+    /// `mlp.experts.0.gate_proj.weight` and so on, and the router `mlp.gate.weight`.
+    Each,
+    /// `block_sparse_moe.experts.0.w1.weight` (gate), `w3` (up) and `w2` (down), and the router
+    /// `block_sparse_moe.gate.weight`: Mixtral.
+    EachNumbered,
+    /// `mlp.experts.gate_up_proj` (E, 2 f, d) and `mlp.experts.down_proj` (E, d, f), and the router `mlp.gate.weight`.
+    Stacked,
+}
+
+impl ExpertForm {
+    /// Whether the files of a model directory have one tensor for all experts. An error in them is reported when they
+    /// are loaded.
+    pub(super) fn is_stacked(dir: &Path) -> bool {
+        Checkpoint::open(dir).is_ok_and(|found| found.names().any(|name| name.ends_with(".mlp.experts.gate_up_proj")))
+    }
+}
+
+/// The tensors of one layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertFiles<'a> {
+    pub layer: usize,
+    pub form: ExpertForm,
+    pub spec: &'a ExpertsSpec,
+    /// The width of the hidden state.
+    pub width: usize,
+}
+
+impl ExpertFiles<'_> {
+    /// The place of the router; `None`: a tensor of its name.
+    pub(super) fn router(self) -> Option<FileRows> {
+        let name = format!("model.layers.{}.block_sparse_moe.gate.weight", self.layer);
+        (self.form == ExpertForm::EachNumbered).then(|| FileRows::own(&name, self.spec.count))
+    }
+
+    /// The place of the `part` (gate, up, or down) of expert `e`; `None`: a tensor of its name.
+    pub(super) fn expert(self, e: usize, part: &str) -> Option<FileRows> {
+        let Self { layer, spec: ExpertsSpec { count, width: f, .. }, width: d, .. } = self;
+        let numbered = |number: usize, rows: usize| {
+            FileRows::own(&format!("model.layers.{layer}.block_sparse_moe.experts.{e}.w{number}.weight"), rows)
+        };
+        let stacked = |tensor: &str, first: usize, rows: usize| FileRows {
+            first: e * rows + first,
+            matrices: Some(*count),
+            ..FileRows::own(&format!("model.layers.{layer}.mlp.experts.{tensor}_proj"), count * rows)
+        };
+        match (self.form, part) {
+            (ExpertForm::Each, _) => None,
+            (ExpertForm::EachNumbered, "gate") => Some(numbered(1, *f)),
+            (ExpertForm::EachNumbered, "up") => Some(numbered(3, *f)),
+            (ExpertForm::EachNumbered, _) => Some(numbered(2, d)),
+            (ExpertForm::Stacked, "gate") => Some(stacked("gate_up", 0, 2 * f)),
+            (ExpertForm::Stacked, "up") => Some(stacked("gate_up", *f, 2 * f)),
+            (ExpertForm::Stacked, _) => Some(stacked("down", 0, d)),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! What the routers of a model chose in its forwards, and the slope of a loss of their probabilities.
+
+use crate::ops::experts::Routing;
+use crate::tensor::Tensor;
+use std::cell::{Cell, Ref, RefCell};
+
+/// Sums over (token, layer) pairs, of all layers with experts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RouterSums {
+    /// The number of pairs.
+    pub pairs: u64,
+    /// How often each expert was chosen.
+    pub chosen: Vec<u64>,
+    /// The sum of the probability of each expert.
+    pub probabilities: Vec<f64>,
+    /// The sum of the entropies of the probabilities, in nats.
+    pub entropy: f64,
+}
+
+impl RouterSums {
+    fn add(&mut self, routing: &Routing) {
+        let experts = routing.probabilities.width();
+        self.chosen.resize(experts, 0);
+        self.probabilities.resize(experts, 0.0);
+        self.pairs += routing.probabilities.rows() as u64;
+        for (sum, count) in self.chosen.iter_mut().zip(routing.counts()) {
+            *sum += count as u64;
+        }
+        for row in routing.probabilities.data().chunks_exact(experts) {
+            for (sum, &p) in self.probabilities.iter_mut().zip(row) {
+                *sum += f64::from(p);
+                self.entropy -= f64::from(p) * if p > 0.0 { f64::from(p.ln()) } else { 0.0 };
+            }
+        }
+    }
+}
+
+/// The routers of a model.
+#[derive(Clone, Debug, Default)]
+pub struct Routers {
+    is_counting: Cell<bool>,
+    sums: RefCell<RouterSums>,
+    /// The slope of a loss by the probability of each expert, the same for all tokens and layers.
+    slope: RefCell<Option<Vec<f32>>>,
+}
+
+impl Routers {
+    /// Calls `forward`, whose choices are added to the sums. Other forwards are not counted, nor the repeated ones of a
+    /// backward.
+    pub fn counted<R>(&self, forward: impl FnOnce() -> R) -> R {
+        self.is_counting.set(true);
+        let result = forward();
+        self.is_counting.set(false);
+        result
+    }
+
+    /// The sums so far.
+    pub fn sums(&self) -> Ref<'_, RouterSums> {
+        self.sums.borrow()
+    }
+
+    /// Takes the sums so far, and begins new ones.
+    pub fn take(&self) -> RouterSums {
+        self.sums.take()
+    }
+
+    /// Calls `backward`, which adds the gradient of a loss with this slope.
+    pub fn with_slope<R>(&self, slope: Option<Vec<f32>>, backward: impl FnOnce() -> R) -> R {
+        self.slope.replace(slope);
+        let result = backward();
+        self.slope.replace(None);
+        result
+    }
+
+    /// Counts the choices of one layer.
+    pub(super) fn note(&self, routing: &Routing) {
+        if self.is_counting.get() {
+            self.sums.borrow_mut().add(routing);
+        }
+    }
+
+    /// The gradient of the logits of one layer's router from that of its weights.
+    pub(super) fn backward(&self, routing: &Routing, dweights: &Tensor) -> Tensor {
+        routing.backward(dweights, self.slope.borrow().as_deref())
+    }
+}
