@@ -31,6 +31,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("lora.layers", "layers_to_transform"),
     ("lora.init", "init_lora_weights lora_init lora_a_init_method"),
     ("lora.train_also", "modules_to_save lora_modules_to_save"),
+    ("model.router_aux_loss_coef", "aux_loss_coef moe_aux_loss_coeff output_router_logits"),
     ("model.dtype", "bf16 fp16 precision param_dtype torch_dtype mixed_precision"),
     ("mesh.data", "dp dp_size data_parallel_size"),
     ("mesh.tensor", "tp tp_size tensor_parallel_size tensor_model_parallel_size ds_tensor_parallel_size"),

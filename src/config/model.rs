@@ -1,5 +1,6 @@
 //! `[model]`: the directory of each role, and the precision.
 
+use super::limits::FINITE;
 use crate::dtype::DType;
 use argh::FromArgValue;
 use serde::{Deserialize, Serialize};
@@ -41,6 +42,7 @@ table! {
         pub critic_freeze: Vec<String> = Vec::new(),
         pub quantize: Quantize = Quantize::None,
         pub dtype: DTypeName = DTypeName::Auto,
+        pub router_aux_loss_coef: f64 = 0.0 => 0.0..=FINITE,
     }
 }
 

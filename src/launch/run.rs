@@ -9,7 +9,7 @@ use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
 use crate::config::Config;
 use crate::config::job::Recompute;
-use crate::config::mesh::{Offload, Placement};
+use crate::config::mesh::{Offload, Placement, RoleName};
 use crate::config::model::Quantize;
 use crate::config::optim::OptimConfig;
 use crate::data::RowTokens;
@@ -217,7 +217,15 @@ impl Run {
     pub fn learner(&self, role: Role, optim: &OptimConfig, updates: u64, values: WeightsFrom) -> Result<Learner> {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
         let state_on = if layout.swap.has_state() { Device::Cpu } else { self.device };
-        let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero);
+        let coef = self.config.model.router_aux_loss_coef;
+        if coef > 0.0 && role.name == RoleName::Actor.name() && role.arch().feeds().all(|feed| feed.experts().is_none())
+        {
+            let family = role.arch().family.name;
+            return Err(Error::usage(format!("model.router_aux_loss_coef needs a model with experts (got {family})"))
+                .hint("set it to 0"));
+        }
+        let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero)
+            .map(|learner| learner.with_router_loss(coef));
         let made = if values == WeightsFrom::Checkpoint { made } else { made.and_then(Learner::with_masters) };
         let mut learner = axes.all.agree(made)?;
         self.offload(Offload::Optimizer, learner.zero.buffers_mut())?;

@@ -1,14 +1,16 @@
 //! A pass through a minibatch: the micro-batches of this rank, and the sums over all ranks.
 
 use super::packed::PackedRow;
+use super::routing::{self, RouterLoss};
 use super::sums::Sums;
 use super::tree_sum::leaves;
-use super::{Learner, MicroBatch, Objective, non_finite};
+use super::{HeadPass, Learner, MicroBatch, Objective, Pass, non_finite};
 use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::error::{Error, Result};
+use crate::model::Feed;
 use std::ops::Range;
 
 /// Part of a minibatch whose gradient is one summand.
@@ -93,7 +95,9 @@ impl Learner {
         let (sum, tokens_max) = (&self.sum, tokens_max * axes.sequence.size());
         let (cost, data) = (Cost::from_arch(self.role.arch()), &axes.data);
         let of_ranks = chunks(sum.order, sum.fixed_chunks, &cost, lengths, data.size(), tokens_max);
+        let microbatches: usize = of_ranks.iter().flatten().map(|chunk| chunk.microbatches.len()).sum();
         let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
+        let router_loss = self.router_loss(axes, &numbered, &own, microbatches * passes);
         self.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();
         let mut left = self.microbatches.len();
         let mut mine = Vec::new();
@@ -110,7 +114,9 @@ impl Learner {
                             self.sum.begin_microbatch(left == 0 && pass + 1 == passes);
                             let own = whole.shard(&axes.sequence);
                             let batch = MicroBatch { rows: &rows, whole: &whole, own: &own };
-                            sums.add(&objective.loss(&batch, self.pass(&own)));
+                            let pass = Pass { router_loss: router_loss.clone(), ..self.pass(&own) };
+                            sums.add(&objective.loss(&batch, pass));
+                            sums.add(&routing::counted(&self.role.transformer.routers.take()));
                         }
                         sums
                     };
@@ -122,7 +128,38 @@ impl Learner {
         }
         let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
         all.sort_by_key(|(number, _)| *number);
-        Sums::total(all.iter().map(|(_, sums)| sums))
+        let mut total = Sums::total(all.iter().map(|(_, sums)| sums));
+        self.routers = routing::finished(&mut total);
+        total
+    }
+
+    /// The load-balancing loss of a minibatch, of which this rank has the chunks `own`, of `forwards` forwards on all
+    /// ranks. All ranks call this.
+    fn router_loss(&self, axes: &Axes, numbered: &Numbered, own: &[Chunk], forwards: usize) -> RouterLoss {
+        let (role, coef) = (&self.role, self.router_loss_coef);
+        let Some(spec) = role.arch().feeds().find_map(Feed::experts).filter(|_| coef > 0.0) else {
+            return RouterLoss::None;
+        };
+        if forwards == 1 && axes.sequence.size() == 1 {
+            return RouterLoss::OfForward(coef);
+        }
+        let routers = &role.transformer.routers;
+        for chunk in own {
+            let times = null::represented(&chunk.microbatches, &numbered.lengths);
+            for (rows, times) in chunk.microbatches.iter().zip(times).filter(|(_, times)| *times > 0.0) {
+                let forward = |whole: PackedRow| drop(HeadPass::forward(role, &whole.shard(&axes.sequence)));
+                null::times(times, || {
+                    numbered.pack(rows).for_each(|(.., whole)| routers.counted(|| forward(whole)));
+                });
+            }
+        }
+        let found = routers.take();
+        let mut counts: Vec<f64> = found.chosen.iter().map(|chosen| *chosen as f64).collect();
+        counts.resize(spec.count, 0.0);
+        counts.push(found.pairs as f64);
+        axes.zero.all_reduce_sum_f64(&mut counts);
+        let pairs = counts.pop().expect("it was pushed");
+        RouterLoss::Slope(routing::slope(coef, pairs, counts.into_iter()))
     }
 
     /// Makes the optimizer step after `accumulate`, which returned `sums`. Does not update if the loss or the gradient

@@ -2,6 +2,7 @@
 
 use super::packed::PackedRow;
 use super::role::Role;
+use super::routing::RouterLoss;
 use crate::model::{DistillTargets, Gradients, Head, Saved, Teacher, Transformer, Weights};
 use crate::ops::linear_divergence::Divergences;
 use crate::ops::linear_logprob::{Extra, TokenLoss};
@@ -13,6 +14,7 @@ pub struct Pass<'a> {
     pub(super) row: &'a PackedRow,
     pub(super) saved: Saved,
     pub(super) grads: &'a mut Gradients,
+    pub(super) router_loss: RouterLoss,
 }
 
 impl Pass<'_> {
@@ -21,13 +23,16 @@ impl Pass<'_> {
     /// # Panics
     /// If `head` calls none of the functions of [`HeadPass`] that compute a gradient.
     pub fn run<R>(self, head: impl FnOnce(&mut HeadPass) -> R) -> R {
-        let Pass { role: Role { transformer: model, weights, .. }, row, mut saved, grads } = self;
-        let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let Pass { role, row, mut saved, grads, router_loss } = self;
+        let Role { transformer: model, weights, .. } = role;
+        let forward = || model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let hidden = model.routers.counted(forward);
         let mut pass = HeadPass { model, weights, row, hidden, grads: Some(grads), dhidden: None };
         let found = head(&mut pass);
         let dhidden = pass.dhidden.expect("a head with a gradient");
         let grads = pass.grads.expect("set above");
-        model.backward(weights, saved, &row.cu_seqlens, dhidden, grads);
+        let backward = || model.backward(weights, saved, &row.cu_seqlens, dhidden, grads);
+        model.routers.with_slope(router_loss.slope(role), backward);
         found
     }
 }

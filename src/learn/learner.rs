@@ -4,6 +4,8 @@ use super::gradient_sum::GradientSum;
 use super::head_pass::Pass;
 use super::non_finite;
 use super::packed::PackedRow;
+use super::routing::RouterLoss;
+use super::sums::Sums;
 use crate::comm::Axes;
 use crate::config::job::{GradientConfig, Recompute};
 use crate::config::optim::OptimConfig;
@@ -38,6 +40,10 @@ pub struct Learner {
     pub report: StepReport,
     /// Rows of each micro-batch of this rank in the minibatch accumulated last, in order.
     pub microbatches: Vec<Vec<usize>>,
+    /// Measurements of the routers in the minibatch accumulated last, over all ranks.
+    pub routers: Sums,
+    /// The coefficient of the load-balancing loss.
+    pub(super) router_loss_coef: f64,
     shards: Shards,
     optim: OptimConfig,
     pub(super) recompute: Recompute,
@@ -67,13 +73,33 @@ impl Learner {
         let zero = Zero::new([device, state_on], optim, updated, &vectors, has_master).with_copies(&copies);
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let (optim, recompute) = (optim.clone(), gradient.recompute);
-        let (report, microbatches) = (StepReport::default(), Vec::new());
-        Ok(Self { role, sum, zero, report, microbatches, shards, optim, recompute, updates_total })
+        let (report, microbatches, routers) = (StepReport::default(), Vec::new(), Sums::default());
+        Ok(Self {
+            role,
+            sum,
+            zero,
+            report,
+            microbatches,
+            routers,
+            router_loss_coef: 0.0,
+            shards,
+            optim,
+            recompute,
+            updates_total,
+        })
+    }
+
+    /// Adds the load-balancing loss with this coefficient, if the model has routers.
+    #[must_use]
+    pub fn with_router_loss(mut self, coef: f64) -> Self {
+        self.router_loss_coef = coef;
+        self
     }
 
     /// A pass that adds the gradient of a packed row.
     pub fn pass<'a>(&'a mut self, row: &'a PackedRow) -> Pass<'a> {
-        Pass { role: &self.role, row, saved: Saved::new(self.recompute), grads: &mut self.sum.grads }
+        let router_loss = RouterLoss::None;
+        Pass { role: &self.role, row, saved: Saved::new(self.recompute), grads: &mut self.sum.grads, router_loss }
     }
 
     /// Sets the master weights, if the weights are not their own masters: to the numbers that the weights were rounded

@@ -9,6 +9,7 @@ pub mod non_finite;
 pub mod objective;
 pub mod packed;
 pub mod role;
+pub mod routing;
 pub mod score;
 pub mod sums;
 pub mod tree_sum;

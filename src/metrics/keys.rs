@@ -58,6 +58,17 @@ table! {
     PTX_LOSS = "ptx_loss", "loss", Nats,
         "Mean cross-entropy of the next tokens of data.pretrain before its coefficient; mean over the updates of the step.";
 
+    ROUTER_AUX_LOSS = "router_aux_loss", "loss", One,
+        "Load-balancing loss of the routers of model.actor before model.router_aux_loss_coef, which adds it to the loss: E times the sum over experts of \
+         the mean number of times that a token chose it and its mean probability; mean over the updates of the step. Even loads give the number of experts of a token.";
+
+    ROUTER_ENTROPY = "router_entropy", "experts", Nats,
+        "Mean entropy of the routers' probabilities of model.actor over tokens and layers, before each update of the step.";
+    EXPERT_LOAD_MAX = "expert_load_max", "experts", One,
+        "The largest load of an expert. Loads are over all layers: how often tokens chose the expert, divided by the even share. 1 is even.";
+    EXPERT_LOAD_MIN = "expert_load_min", "experts", One, "The smallest load of an expert.";
+    EXPERT_LOAD_K = "expert_load_K", "experts", One, "The load of expert K.";
+
     KL_MEAN = "kl_mean", "policy", Nats,
         "Mean KL estimate against the reference per response token, at sampling. kto: the KL of its loss, per response. \
          distill: the mean divergence from the teachers (distill.divergence), or its estimate from sampled tokens.";
@@ -221,6 +232,8 @@ table! {
 pub const EVAL_PASS_AT: &str = "eval_pass_at_";
 pub const EVAL_AVG_AT: &str = "eval_avg_at_";
 pub const EVAL_MAJORITY_AT: &str = "eval_majority_at_";
+/// The same of [`EXPERT_LOAD_K`].
+pub const EXPERT_LOAD: &str = "expert_load_";
 /// The prefix before `NAME/accuracy_greedy`, which is [`EVAL_ACCURACY_GREEDY`] of the set NAME of `data.eval_sets`.
 pub const EVAL_OF_SET: &str = "eval/";
 
@@ -250,7 +263,7 @@ pub fn of_set(name: &str) -> Option<(&str, &str)> {
 pub fn rank(name: &str) -> usize {
     let is_number = |k: &str| !k.is_empty() && k.bytes().all(|byte| byte.is_ascii_digit());
     let of_samples = |prefix: &&str| name.strip_prefix(*prefix).is_some_and(is_number);
-    let prefix = [EVAL_PASS_AT, EVAL_AVG_AT, EVAL_MAJORITY_AT].into_iter().find(of_samples);
+    let prefix = [EVAL_PASS_AT, EVAL_AVG_AT, EVAL_MAJORITY_AT, EXPERT_LOAD].into_iter().find(of_samples);
     let is_row = |key: &&Key| prefix.map_or(key.name == name, |prefix| key.name.strip_prefix(prefix) == Some("K"));
     TABLE.iter().position(is_row).unwrap_or(TABLE.len())
 }

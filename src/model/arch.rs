@@ -311,8 +311,10 @@ impl Arch {
                 return Err(c.wrong("head_dim", &format!("({head_dim}) must be even for rotary embeddings")));
             }
         }
-        if let Some(mlp) = self.mlps().find(|mlp| mlp.width > WIDTH_MAX) {
-            return Err(c.wrong("intermediate_size", &format!("must be at most {WIDTH_MAX} (got {})", mlp.width)));
+        if let Some(feed) = self.feeds().find(|feed| feed.width() > WIDTH_MAX) {
+            let is_own = feed.experts().is_some() && c.has("moe_intermediate_size");
+            let key = if is_own { "moe_intermediate_size" } else { "intermediate_size" };
+            return Err(c.wrong(key, &format!("must be at most {WIDTH_MAX} (got {})", feed.width())));
         }
         let eps = self.norm.eps;
         if eps.is_nan() || eps < 0.0 {

@@ -115,7 +115,7 @@ impl Delta {
         let joined = of_inputs.map(|(_, cut)| cut.size());
         let file = |i: usize, tensor: &str| {
             let (first, of) = (joined[..i].iter().sum(), joined.iter().sum());
-            Some(FileRows { tensor: name(tensor), first, of, heads: None })
+            Some(FileRows { tensor: name(tensor), first, of, matrices: None, heads: None })
         };
         let inputs = [0, 1, 2].map(|i| {
             let (input, cut) = of_inputs[i];

@@ -2,6 +2,7 @@
 
 use super::block_spec::{Norms, QkNorm};
 use super::expert_files::ExpertForm;
+use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use super::unsupported::refused;
 use super::wrapper::WRAPPERS;
@@ -77,24 +78,6 @@ pub struct Mixture {
     pub renormalizes: Option<bool>,
     /// Whether `decoder_sparse_step` and `mlp_only_layers` choose layers with one MLP.
     pub has_dense_layers: bool,
-}
-
-/// How matrices are stored in the files of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileForm {
-    /// Queries, keys and values are one tensor, `qkv_proj`.
-    pub joins_qkv: bool,
-    /// Gate and up are one tensor, `gate_up_proj`.
-    pub joins_gate_up: bool,
-    /// Column 2i of a head is rotated with 2i + 1.
-    pub is_interleaved: bool,
-    /// The usual form of experts.
-    pub experts: ExpertForm,
-}
-
-impl FileForm {
-    const PLAIN: Self =
-        Self { joins_qkv: false, joins_gate_up: false, is_interleaved: false, experts: ExpertForm::Each };
 }
 
 /// One family. Every difference between families is a field here or in `Arch`.

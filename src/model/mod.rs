@@ -36,6 +36,7 @@ mod expert_files;
 mod experts;
 mod feed_forward;
 mod feeds;
+mod file_form;
 mod file_rows;
 mod files;
 mod head_norm;

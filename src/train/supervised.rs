@@ -14,7 +14,7 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
-use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role, role};
+use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role, role, routing};
 use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
@@ -186,6 +186,7 @@ impl<M: Method> Job for Supervised<M> {
         let sequences = rows.iter().flat_map(Row::sequences).chain(texts.iter().flat_map(Row::sequences));
         step.lengths = sequences.collect();
         let mut all = named(numbers);
+        all.extend(routing::metrics(&learner.routers));
         all.extend(named([
             (keys::GRAD_NORM, learner.report.grad_norm),
             (keys::LR, learner.report.lr),

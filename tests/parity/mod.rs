@@ -3,6 +3,7 @@
 
 mod adapters;
 mod beams;
+mod experts;
 mod exported;
 mod families;
 pub mod golden;

@@ -98,6 +98,7 @@ impl Distill {
         learner.step_if_finite(axes, &sums, &[&Distillation { config, rows, teachers: &self.0, weight }])?;
         let report = learner.report;
         sums.add(&Sums::from_list([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
+        sums.add(&learner.routers);
         Ok(sums)
     }
 

@@ -45,6 +45,9 @@ impl Update<'_> {
                 learner.learn(self.axes, self.config.ppo.microbatch_tokens_max, objectives)
             })?);
             sums.add(&update_metrics::of_step(learner));
+            if learner.role.weights.table.head() == Head::LanguageModel {
+                sums.add(&learner.routers);
+            }
         }
         Ok(sums)
     }

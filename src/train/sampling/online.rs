@@ -17,7 +17,7 @@ use crate::launch::banner::BannerRows;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role, role};
+use crate::learn::{Learner, Role, role, routing};
 use crate::metrics::Phase;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::Arch;
@@ -237,6 +237,7 @@ impl<M: OnlineMethod> Online<M> {
         self.learn(run, step, &mut work)?;
         let mut metrics = std::mem::take(&mut work.values);
         metrics.extend(M::metrics(run, &work.sums));
+        metrics.extend(routing::metrics(&work.sums));
         Ok(metrics)
     }
 
