@@ -245,7 +245,7 @@ mod tests {
     /// memory, layouts, batch sizes of the sampler) are listed, because a job is used on several machines.
     const UNCONDITIONAL: &[(&str, &str)] = &[
         ("job", "kind name dir seed device collectives gemm check threads"),
-        ("model", "actor adapter quantize dtype"),
+        ("model", "actor adapter quantize dtype router_aux_loss_coef"),
         ("lora", "rank"),
         ("mesh", "data pipeline sequence tensor zero placement arena_bytes_max collective_timeout_s"),
         ("data", "prompts pretrain prompt_split prompt_key chat_template chat_template_args long_prompts"),

@@ -6,6 +6,7 @@ use super::block_spec::ExpertsSpec;
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
 use super::expert_files::ExpertFiles;
+use super::names::ROUTER;
 use super::params::{ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
@@ -52,7 +53,8 @@ impl Experts {
         let (hidden, inner, normal) = (Cut::Whole(arch.width), Cut::Even(spec.width), table.normal());
         let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
         let dims = [Cut::Whole(spec.count), hidden];
-        let router = table.add_in(files.router(), &format!("{name}.gate.weight"), &dims, Layout::Panel, normal);
+        let router =
+            table.add_in(files.router(), &format!("model.layers.{layer}{ROUTER}"), &dims, Layout::Panel, normal);
         let mut expert = |e: usize, part: &str, dims: [Cut; 2]| {
             let own = format!("{name}.experts.{e}.{part}_proj.weight");
             table.add_in(files.expert(e, part), &own, &dims, Layout::Panel, normal)

@@ -311,7 +311,7 @@ impl Source {
         let quantized = self
             .table
             .find(name)
-            .filter(|id| self.table.is_quantized(self.table.unit_of(*id)) && self.table.spec(*id).shape.len() == 2);
+            .filter(|id| self.table.is_quantized(self.table.unit_of(*id)) && self.table.spec(*id).is_projection());
         quantized.map(|id| self.quantized(self.table.spec(id))).transpose()
     }
 

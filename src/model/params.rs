@@ -3,6 +3,7 @@
 
 use super::arch::Head;
 use super::file_rows::FileRows;
+use super::names::ROUTER;
 use super::part::{Cut, TensorPart};
 use super::tuning::{Adapter, Param, Tuning};
 use crate::config::lora::AdapterInit;
@@ -128,6 +129,11 @@ impl ParamSpec {
     /// Elements without padding.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Whether it is the matrix of a projection, which may be quantized: routers and the taps of convolutions are not.
+    pub fn is_projection(&self) -> bool {
+        self.shape.len() == 2 && !self.name.ends_with(ROUTER)
     }
 
     /// Whether weight decay applies: to matrices, not to norms and biases.
@@ -300,8 +306,9 @@ impl ParamTable {
 
     /// Marks a matrix as that of a linear layer.
     pub(super) fn mark_linear(&mut self, id: ParamId) {
-        if !id.is_frozen {
-            self.specs[id.index].is_linear = true;
+        // A base does not list what trains.
+        if let Some(spec) = self.specs.get_mut(id.index).filter(|_| !id.is_frozen) {
+            spec.is_linear = true;
         }
     }
 

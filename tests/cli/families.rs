@@ -17,7 +17,7 @@ fn a_tiny_model_of_every_family_reads_and_answers_with_the_given_tokenizer() {
     for name in Family::names().chain(["gemma3", "mistral3"]) {
         let made = fixture.run(&["init", "--like", name, "--tiny", "--tokenizer", "tokenizer", "--out", name]).well();
         let parameters = made.stderr.split([':', ' ']).find_map(|word| word.parse::<usize>().ok());
-        assert!(parameters.is_some_and(|n| (100_000..250_000).contains(&n)), "{}", made.stderr);
+        assert!(parameters.is_some_and(|n| (100_000..400_000).contains(&n)), "{}", made.stderr);
         let answered = fixture.run(&["generate", "--model", name, "--prompt", "1+1=", "--max-new-tokens", "2"]).well();
         assert!(!answered.stderr.contains("not used"), "{name}: {}", answered.stderr);
     }
@@ -96,7 +96,7 @@ const KNOWN: [(&str, &[&str]); 5] = [
     (
         "qwen3_moe",
         &[
-            "parameters 43,008, 28,000 active for each token",
+            "parameters 39,288, 24,168 active for each token",
             "mlp        6 experts of width 35 (silu) in 2 layers; 3 for each token, weights sum to 1",
             "           width 11 (silu) in 1 layer",
         ],

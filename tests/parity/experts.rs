@@ -52,7 +52,7 @@ fn the_load_balancing_loss_is_that_of_transformers_over_all_rows_in_any_number_o
         let rows = ends.windows(2).map(|ends| tokens[ends[0] as usize..ends[1] as usize].to_vec()).collect();
         let rows = Nothing { rows };
         let (arch, _) = load::load(Device::Cpu, &directory(name), Head::LanguageModel, DType::F32, 0).expect("a model");
-        for (tokens_max, count) in [(1000, 1), (70, 3)] {
+        for (tokens_max, count) in [(1000, 1), (70, 2)] {
             let (_, weights) =
                 load::load(Device::Cpu, &directory(name), Head::LanguageModel, DType::F32, 0).expect("a model");
             let role = Role::new("actor", &directory(name), &arch.clone().for_rows(128), weights, &axes);

@@ -11,6 +11,9 @@ fn make(name: &str) {
     for (key, value) in [("vocab_size", 272.into()), ("eos_token_id", 0.into()), ("initializer_range", 0.2.into())] {
         config[key] = value;
     }
+    // New weights are not in f16.
+    let dtype = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    config[dtype] = "float32".into();
     std::fs::write(place().join(format!("{name}.json")), config.to_string()).expect("writes");
     verb(&format!("init --config {name}.json --tokenizer tokenizer --out {name}"));
 }

@@ -9,7 +9,7 @@
 use super::lanes;
 use super::pool::{Shares, pool};
 use super::scratch::{Rest, taken, with_scratch};
-use super::vector::BLOCK;
+use super::vector::{BLOCK, Kernel, Vector, run_in};
 use crate::device::null;
 use crate::device::simd::{level, leveled};
 
@@ -120,38 +120,73 @@ impl<'a> Tile<'a> {
     }
 }
 
-leveled! {
-    /// Moves the state in `tile` over the tokens from `start` on. Writes o, if there is one.
-    fn walk(of: &Tile<'_>, tile: &mut [f32], start: usize, tokens: usize, o: Option<&Shares<f32>>) {
-        let (mut u, mut before) = ([0.0f32; BLOCK], of.keys(of.x.k, start));
-        for t in start..start + tokens {
-            let (q, k, v, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.values(of.x.v, t), of.gates(t));
-            let (mut r, mut p) = ([0.0f32; BLOCK], [0.0f32; BLOCK]);
-            for (((s, &before), &k), &q) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().zip(before).zip(k).zip(q) {
-                for c in 0..BLOCK {
-                    let x = before.mul_add(u[c], s[c]) * a;
-                    s[c] = x;
-                    r[c] = x.mul_add(k, r[c]);
-                    p[c] = x.mul_add(q, p[c]);
+/// Moves the state in a tile over `tokens` tokens from `start` on. Writes o, if there is one.
+struct Walk<'a> {
+    of: &'a Tile<'a>,
+    start: usize,
+    tokens: usize,
+    o: Option<&'a Shares<f32>>,
+}
+
+/// The columns that a walk moves together, in registers of one vector each.
+const TOGETHER: usize = 2;
+
+impl Walk<'_> {
+    /// The walk of the columns from `lane` on.
+    ///
+    /// # Safety
+    /// Same as `Kernel::work`, for a tile at `tile`.
+    #[inline(always)]
+    unsafe fn columns<V: Vector>(&self, tile: *mut f32, lane: usize) {
+        let Self { of, start, tokens, o } = *self;
+        let dim = of.shape.key_dim;
+        let left = |j: usize| of.columns.saturating_sub(lane + j * V::LANES);
+        let mut before = of.keys(of.x.k, start);
+        // SAFETY: all rows have key_dim values, the tile key_dim rows of BLOCK; parts of v and o end with their columns.
+        unsafe {
+            let at = |i: usize, j: usize| tile.add(i * BLOCK + lane + j * V::LANES);
+            let mut u = [V::splat(0.0); TOGETHER];
+            for t in start..start + tokens {
+                let (q, k, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.gates(t));
+                let (a, mut r, mut p) = (V::splat(a), [V::splat(0.0); TOGETHER], [V::splat(0.0); TOGETHER]);
+                for i in 0..dim {
+                    let [before, k, q] = [before, k, q].map(|x| V::splat(*x.get_unchecked(i)));
+                    for j in 0..TOGETHER {
+                        let x = before.fma(u[j], V::load(at(i, j))).mul(a);
+                        x.store(at(i, j));
+                        r[j] = x.fma(k, r[j]);
+                        p[j] = x.fma(q, p[j]);
+                    }
+                }
+                let v = of.x.v.as_ptr().wrapping_add(of.at(t) + lane);
+                for j in 0..TOGETHER {
+                    u[j] = V::splat(b).mul(V::load_part(v.wrapping_add(j * V::LANES), left(j)).sub(r[j]));
+                }
+                before = k;
+                if let Some(o) = o {
+                    let both = V::splat(lanes::dot::<BLOCK>(q, k));
+                    // The columns of a head and a token belong to one tile alone, and lie within o.
+                    let o = o.slice(of.at(t)..of.at(t) + of.columns).as_mut_ptr();
+                    for j in 0..TOGETHER {
+                        both.fma(u[j], p[j]).store_part(o.wrapping_add(lane + j * V::LANES), left(j));
+                    }
                 }
             }
-            for c in 0..BLOCK {
-                u[c] = b * (v[c] - r[c]);
-            }
-            before = k;
-            if let Some(o) = o {
-                let both = lanes::dot::<BLOCK>(q, k);
-                // SAFETY: the columns of a head and a token belong to one tile alone, and lie within o.
-                let o = unsafe { o.slice(of.at(t)..of.at(t) + of.columns) };
-                for (o, (&u, &p)) in o.iter_mut().zip(u.iter().zip(&p)) {
-                    *o = both.mul_add(u, p);
+            for (i, k) in before.iter().enumerate() {
+                for (j, u) in u.iter().enumerate() {
+                    V::splat(*k).fma(*u, V::load(at(i, j))).store(at(i, j));
                 }
             }
         }
-        for (s, &k) in tile.as_chunks_mut::<BLOCK>().0.iter_mut().zip(before) {
-            for c in 0..BLOCK {
-                s[c] = k.mul_add(u[c], s[c]);
-            }
+    }
+}
+
+impl Kernel for Walk<'_> {
+    #[inline(always)]
+    unsafe fn work<V: Vector>(&self, tile: &mut [f32]) {
+        for lane in (0..BLOCK).step_by(TOGETHER * V::LANES) {
+            // SAFETY: promised by the caller.
+            unsafe { self.columns::<V>(tile.as_mut_ptr(), lane) };
         }
     }
 }
@@ -188,7 +223,8 @@ pub fn forward(
                         Some(kept) if !row.is_first => tile.copy_from_slice(kept),
                         _ => tile.fill(0.0),
                     }
-                    walk(level, &Tile::new(x, shape, head, block), tile, row.start, row.tokens, Some(&o));
+                    let of = &Tile::new(x, shape, head, block);
+                    run_in(level, &Walk { of, start: row.start, tokens: row.tokens, o: Some(&o) }, tile);
                     if let Some(kept) = kept {
                         kept.copy_from_slice(tile);
                     }
@@ -380,7 +416,7 @@ pub fn backward(x: &Inputs, rows: &[StateRow], shape: &DeltaShape, d_o: &[f32], 
                     tile.fill(0.0);
                     for (start, (at, tokens)) in starts.chunks_exact_mut(len).zip(chunks.clone()) {
                         start.copy_from_slice(tile);
-                        walk(level, &of, tile, at, tokens, None);
+                        run_in(level, &Walk { of: &of, start: at, tokens, o: None }, tile);
                     }
                     slope.fill(0.0);
                     for (chunk, (at, tokens)) in chunks.clone().enumerate().rev() {

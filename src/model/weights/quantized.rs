@@ -33,7 +33,7 @@ pub struct QuantizedUnit {
 
 /// Whether a parameter of a unit is quantized.
 fn is_quantized(table: &ParamTable, unit: usize, spec: &ParamSpec) -> bool {
-    table.is_quantized(unit) && spec.shape.len() == 2
+    table.is_quantized(unit) && spec.is_projection()
 }
 
 impl ParamTable {
