@@ -280,5 +280,5 @@ if __name__ == "__main__":
     with_exact_states()
     for number, name in enumerate(MODELS):
         if name in sys.argv[1:] or len(sys.argv) == 1:
-            make(name, 100 + number)
+            make(name, setting(name, "seed") or 100 + number)
     rope_frequencies()

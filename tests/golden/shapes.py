@@ -217,8 +217,8 @@ MODELS = {
     ), torch.bfloat16, None, 5),
 }
 
-# The rows' lengths, the prompt's, the number of new tokens, the embedding's scale.
-DEFAULTS = dict(lengths=LENGTHS, prompt=PROMPT, new=64, embed=1.0)
+# The rows' lengths, the prompt's, the number of new tokens, the embedding's scale, the seed (None: 100 + the index).
+DEFAULTS = dict(lengths=LENGTHS, prompt=PROMPT, new=64, embed=1.0, seed=None)
 SETTINGS = {
     **{name: dict(new=40) for name in ("llama2", "llama3", "mistral", "qwen2", "qwen3")},
     "phi3-short": dict(lengths=[1, 2, 31, 33, 72]),
@@ -234,8 +234,9 @@ SETTINGS = {
     "gemma3_text": dict(embed=0.25),
     "gemma3": dict(embed=0.25),
     "gemma3-old": dict(embed=0.25),
-    "qwen3_5": dict(embed=0.5),
-    "qwen3_5_text": dict(lengths=[1, 2, 31, 65, 90]),
+    "qwen3_5": dict(embed=0.5, seed=203),
+    "qwen3_5_text": dict(lengths=[1, 2, 31, 65, 90], seed=125),
+    "reward-qwen3_5_text": dict(seed=127),
     "reward-gemma3_text": dict(embed=0.25),
     "qwen3_moe": dict(embed=0.25),
 }

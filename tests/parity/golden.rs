@@ -1,4 +1,4 @@
-//! Reads the checked-in goldens.
+//! Reads the checked-in goldens: tests/golden/models.py makes those of the models in tests/golden/shapes.py.
 
 use crate::models::relative_gap;
 use rlhf_hpc::config::job::Recompute;
