@@ -150,7 +150,9 @@ impl Walk<'_> {
                 let (q, k, (a, b)) = (of.keys(of.x.q, t), of.keys(of.x.k, t), of.gates(t));
                 let (a, mut r, mut p) = (V::splat(a), [V::splat(0.0); TOGETHER], [V::splat(0.0); TOGETHER]);
                 for i in 0..dim {
-                    let [before, k, q] = [before, k, q].map(|x| V::splat(*x.get_unchecked(i)));
+                    // Not by `map`, whose closure would not be compiled for the registers.
+                    let before = V::splat(*before.get_unchecked(i));
+                    let (k, q) = (V::splat(*k.get_unchecked(i)), V::splat(*q.get_unchecked(i)));
                     for j in 0..TOGETHER {
                         let x = before.fma(u[j], V::load(at(i, j))).mul(a);
                         x.store(at(i, j));
