@@ -14,7 +14,7 @@ use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
 use crate::ops::attention::Packed;
-use crate::ops::delta::{self, DeltaShape, StateRow, States};
+use crate::ops::delta::{self, DeltaShape, States};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
 use crate::ops::rmsnorm;
@@ -166,22 +166,6 @@ impl Delta {
             gates: delta::gates([decay, rate], self.parameters(w)),
         }
     }
-
-    /// Adds to the gradient of a vector, unless it is frozen.
-    fn with_gradients<R>(
-        ids: [ParamId; 2],
-        grads: &mut Gradients,
-        len: usize,
-        work: impl FnOnce([&mut [f32]; 2]) -> R,
-    ) -> R {
-        let mut sums = [vec![0.0; len], vec![0.0; len]];
-        let [first, second] = &mut sums;
-        let done = work([first, second]);
-        for (id, sum) in ids.into_iter().zip(sums).filter(|(id, _)| !id.is_frozen) {
-            grads.vector_mut(id).f32().iter_mut().zip(sum).for_each(|(gradient, x)| *gradient += x);
-        }
-        done
-    }
 }
 
 impl Normed {
@@ -241,17 +225,20 @@ impl Body for Delta {
         self.norm.backward(c, &o, &rstd, &d_normed, &mut d_o, grads);
         drop((y, d_y, normed, d_normed, o, z));
 
-        let rows = StateRow::whole(packed.cu_seqlens);
+        let mut states = States::whole(packed.cu_seqlens);
         let gates = [rate, decay];
-        let x = self.inputs_of(c.w, &raw, &gates, &mut States::whole(packed.cu_seqlens));
+        let x = self.inputs_of(c.w, &raw, &gates, &mut states);
         let of = [&x.q.y, &x.k.y, &x.v, &x.gates[0], &x.gates[1]];
-        let [dq, dk, dv, d_decay, d_rate] = delta::backward(of, &self.places.shape, &rows, &d_o);
+        let [dq, dk, dv, d_decay, d_rate] = delta::backward(of, &self.places.shape, &states.rows, &d_o);
         let DeltaShape { key_dim: dim, value_heads, .. } = self.places.shape;
         let slopes = [x.q.backward(dim, 1.0 / (dim as f32).sqrt(), &dq), x.k.backward(dim, 1.0, &dk), dv];
         let [rate, decay] = &gates;
-        let [d_decay, d_rate] = Self::with_gradients([self.log_a, self.bias], grads, value_heads, |sums| {
-            delta::gates_backward([decay, rate], self.parameters(c.w), [d_decay, d_rate], sums)
-        });
+        let mut sums = [vec![0.0; value_heads], vec![0.0; value_heads]];
+        let of_parameters = sums.each_mut().map(|sum| &mut sum[..]);
+        let slopes_of_gates = [d_decay, d_rate];
+        let [d_decay, d_rate] =
+            delta::gates_backward([decay, rate], self.parameters(c.w), slopes_of_gates, of_parameters);
+        [self.log_a, self.bias].into_iter().zip(&sums).for_each(|(id, sum)| grads.add_vector(id, sum));
 
         let mut dn = n.like(t, n.width());
         self.gate.backward(c, &n, &dz, &mut dn, Into::Overwrite, grads);
@@ -260,10 +247,8 @@ impl Body for Delta {
         for (i, slope) in slopes.into_iter().enumerate() {
             let (taps, id) = (c.w.vector(self.taps[i]).f32(), self.taps[i]);
             let mut d_taps = vec![0.0; taps.len()];
-            let d_raw = delta::conv_backward(&raw[i], taps, &rows, slope, &mut d_taps);
-            if !id.is_frozen {
-                grads.vector_mut(id).f32().iter_mut().zip(d_taps).for_each(|(gradient, x)| *gradient += x);
-            }
+            let d_raw = delta::conv_backward(&raw[i], taps, &states.rows, slope, &mut d_taps);
+            grads.add_vector(id, &d_taps);
             self.inputs[i].backward(c, &n, &d_raw, &mut dn, Into::Add, grads);
         }
         c.tensor.sum_slice(dn.slice_mut());

@@ -74,10 +74,14 @@ impl Experts {
         routing
     }
 
-    /// The experts' rows of gate and up.
-    fn first(&self, c: Context, n: &Tensor, routing: &Routing) -> [Tensor; 2] {
+    /// The experts of each row of n, and the rows of gate, up and act.
+    fn activations(&self, c: Context, n: &Tensor) -> (Routing, [Tensor; 3]) {
+        let routing = self.route(c, n);
         let [gate, up] = [&self.gate, &self.up].map(|ids| weights(c.w, ids));
-        routing.forward_each(&routing.gather(n), [&gate, &up])
+        let [gate, up] = routing.forward_each(&routing.gather(n), [&gate, &up]);
+        let mut act = gate.like(gate.rows(), gate.width());
+        glu::forward(self.spec.activation, &gate, &up, &mut act);
+        (routing, [gate, up, act])
     }
 
     /// x += y from the rows of act. The sum over ranks starts from the first rank's x.
@@ -137,10 +141,7 @@ impl Body for Experts {
     type Saved = ExpertsSaved;
 
     fn forward(&self, c: Context, n: Tensor, _: &mut LayerKeys) -> ExpertsSaved {
-        let routing = self.route(c, &n);
-        let [gate, up] = self.first(c, &n, &routing);
-        let mut act = gate.like(gate.rows(), gate.width());
-        glu::forward(self.spec.activation, &gate, &up, &mut act);
+        let (routing, [gate, up, act]) = self.activations(c, &n);
         ExpertsSaved { n, routing, gate, up, act }
     }
 
@@ -149,12 +150,8 @@ impl Body for Experts {
     }
 
     fn run(&self, c: Context, n: Tensor, _: &mut LayerKeys, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        let routing = self.route(c, &n);
-        let [gate, up] = self.first(c, &n, &routing);
+        let (routing, [.., act]) = self.activations(c, &n);
         drop(n);
-        let mut act = gate.like(gate.rows(), gate.width());
-        glu::forward(self.spec.activation, &gate, &up, &mut act);
-        drop((gate, up));
         self.add_rows(c, &routing, &act, x, keeps)
     }
 

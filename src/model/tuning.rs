@@ -256,7 +256,7 @@ impl Tuning {
         for entry in frozen {
             let range = entry.strip_prefix("layers.").and_then(layer_range);
             let found = model.within(|module| match (entry.as_str(), &range) {
-                ("attention", _) => is_named(module, "self_attn"),
+                ("attention", _) => is_named(module, "self_attn") || is_named(module, "linear_attn"),
                 // The older name of Mixtral's.
                 ("mlp", _) => is_named(module, "mlp") || is_named(module, "block_sparse_moe"),
                 ("norms", _) => module.ends_with("norm"),

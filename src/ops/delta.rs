@@ -91,9 +91,9 @@ pub fn conv_backward(x: &Tensor, w: &[f32], rows: &[StateRow], mut dy: Tensor, d
 }
 
 /// The tensors of the rule: q, k (t, key heads * key dim), v (t, value heads * value dim), decay and rate (t, value heads).
-pub type Of<T> = [T; 5];
+pub type Tensors<T> = [T; 5];
 
-fn check(shape: &DeltaShape, [q, k, v, decay, rate]: Of<&Tensor>) {
+fn check(shape: &DeltaShape, [q, k, v, decay, rate]: Tensors<&Tensor>) {
     let (t, keys, values) = (v.rows(), shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim);
     for (name, x, width) in [
         ("q", q, keys),
@@ -106,7 +106,7 @@ fn check(shape: &DeltaShape, [q, k, v, decay, rate]: Of<&Tensor>) {
     }
 }
 
-fn inputs([q, k, v, decay, rate]: Of<&Tensor>) -> Inputs<'_> {
+fn inputs([q, k, v, decay, rate]: Tensors<&Tensor>) -> Inputs<'_> {
     Inputs { q: q.data(), k: k.data(), v: v.data(), decay: decay.data(), rate: rate.data() }
 }
 
@@ -116,7 +116,7 @@ pub fn flops(shape: &DeltaShape, tokens: usize) -> f64 {
 }
 
 /// o (t, value heads * value dim). The states are at `offset` in the pages.
-pub fn forward(x: Of<&Tensor>, shape: &DeltaShape, states: &mut States, offset: usize) -> Tensor {
+pub fn forward(x: Tensors<&Tensor>, shape: &DeltaShape, states: &mut States, offset: usize) -> Tensor {
     check(shape, x);
     let mut o = x[2].like(x[2].rows(), x[2].width());
     null::note(null::ATTENTION, flops(shape, o.rows()), 0.0);
@@ -127,7 +127,7 @@ pub fn forward(x: Of<&Tensor>, shape: &DeltaShape, states: &mut States, offset: 
 }
 
 /// The gradients of the inputs from d_o, for whole sequences.
-pub fn backward(x: Of<&Tensor>, shape: &DeltaShape, rows: &[StateRow], d_o: &Tensor) -> Of<Tensor> {
+pub fn backward(x: Tensors<&Tensor>, shape: &DeltaShape, rows: &[StateRow], d_o: &Tensor) -> Tensors<Tensor> {
     check(shape, x);
     let mut slopes = x.map(|x| x.like(x.rows(), x.width()));
     null::note(null::ATTENTION_BACKWARD, 3.0 * flops(shape, d_o.rows()), 0.0);

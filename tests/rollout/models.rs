@@ -1,6 +1,6 @@
 //! Tiny random models, and a driver for the engine.
 
-use crate::models::{arch, requested};
+use crate::models::{arch, recorded_and_trained, requested};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Prompt, Response};
@@ -86,4 +86,26 @@ pub fn search(tiny: &Tiny, config: &RolloutConfig, beams: Beams, requests: &[Req
     let mut hooks = Hooks::default();
     let outcome = Engine::new(config, 0).beam_search(model, beams, requests, &mut hooks)?;
     Ok(outcome.complete().expect("all of them"))
+}
+
+/// Three samples of each prompt. The first four prompts have short responses, so the scheduler expects short ones; the
+/// long ones then meet a full cache.
+fn mixed(tiny: &Tiny, prompts: &[Prompt], config: &RolloutConfig) -> Vec<Request> {
+    let mut requests = requested(&tiny.transformer, prompts, config);
+    requests.iter_mut().filter(|request| request.prompt < 4).for_each(|request| request.new_tokens_max = 4);
+    requests
+}
+
+/// Asserts that a cache which is `tight` for the `mixed` requests changes no result, and that training computes the
+/// recorded log-probabilities.
+pub fn assert_alike(name: &str, tiny: &Tiny, prompts: &[Prompt], roomy: &RolloutConfig, tight: &RolloutConfig) {
+    let requests = mixed(tiny, prompts, roomy);
+    let [ample, found] = [roomy, tight].map(|config| run(tiny, config, &requests, None).expect("a rollout"));
+    assert_eq!(ample.preemptions, 0);
+    assert!(found.preemptions > 0, "{name}: the cache was not tight");
+    let [ample, found] = [ample, found].map(|outcome| outcome.complete().expect("all of them"));
+    assert_eq!(found, ample, "{name} at temperature {}", roomy.temperature);
+    let temperature = if roomy.temperature == 0.0 { 1.0 } else { roomy.temperature };
+    let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, prompts, &found, temperature);
+    assert_eq!(recorded, trained, "{name} at temperature {temperature}");
 }

@@ -2,7 +2,7 @@
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::parity::golden::directory;
-use crate::rollout::models::{Tiny, config, responses, run, search};
+use crate::rollout::models::{Tiny, assert_alike, config, responses, run, search};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::null::Null;
@@ -35,18 +35,7 @@ fn tokens_and_logprobs_are_those_of_one_forward_in_a_cache_with_few_states() {
         for temperature in [0.0, 0.9] {
             let roomy = RolloutConfig { temperature, ignore_eos: true, prefill_tokens_max: 32, ..config(50, 3) };
             let tight = RolloutConfig { kv_bytes_max: (3 * state + 9 * keys) as u64, ..roomy.clone() };
-            let mut requests = requested(&tiny.transformer, &prompts, &roomy);
-            // The first responses are short, so the scheduler expects short ones; the others then meet a full cache.
-            requests.iter_mut().filter(|request| request.prompt < 4).for_each(|request| request.new_tokens_max = 4);
-            let [roomy, tight] = [&roomy, &tight].map(|config| run(&tiny, config, &requests, None).expect("a rollout"));
-            assert_eq!(roomy.preemptions, 0);
-            assert!(tight.preemptions > 0, "{name}: the cache was not tight");
-            let [roomy, tight] = [roomy, tight].map(|outcome| outcome.complete().expect("all of them"));
-            assert_eq!(tight, roomy, "{name} at temperature {temperature}");
-            let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-            let [recorded, trained] =
-                recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &tight, temperature);
-            assert_eq!(recorded, trained, "{name} at temperature {temperature}");
+            assert_alike(name, &tiny, &prompts, &roomy, &tight);
         }
     }
 }
@@ -70,11 +59,9 @@ fn samples_of_a_prompt_share_its_state_and_prompts_with_the_same_beginning_do_no
 fn a_cache_has_one_page_of_states_for_each_sequence_and_a_plan_counts_its_bytes() {
     let cache = || {
         let tiny = golden(MODELS[0], DType::F32);
-        let config = RolloutConfig { batch_max: 4, prefill_tokens_max: 32, ..config(150, 1) };
+        let config = RolloutConfig { batch_max: 4, prefill_tokens_max: 32, ..config(30, 1) };
         let mut engine = Engine::new(&config, 0);
         let requests = requested(&tiny.transformer, &prompts(&[90; 4]), &config);
-        let requests: Vec<_> =
-            requests.into_iter().map(|request| rlhf_hpc::rollout::Request { new_tokens_max: 30, ..request }).collect();
         let model = Model { transformer: &tiny.transformer, weights: &tiny.weights, tokenizer: None };
         let done = engine.generate(model, Rng::new(1, Purpose::Sample), 0, &requests, &mut Hooks::default());
         assert!(done.expect("a rollout").complete().is_some());

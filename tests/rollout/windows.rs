@@ -2,14 +2,13 @@
 
 use crate::models::{prompts, recorded_and_trained, requested};
 use crate::parity::golden::directory;
-use crate::rollout::models::{Tiny, alternating, config, responses, run, search, tiny};
+use crate::rollout::models::{Tiny, alternating, assert_alike, config, responses, run, search, tiny};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::null::Null;
-use rlhf_hpc::experience::Prompt;
 use rlhf_hpc::model::{Head, Transformer, load};
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Beams, EarlyStopping, Engine, Hooks, Model, Request};
+use rlhf_hpc::rollout::{Beams, EarlyStopping, Engine, Hooks, Model};
 use rlhf_hpc::tensor::{DType, arena};
 use serde_json::json;
 
@@ -26,14 +25,6 @@ fn bytes(tiny: &Tiny, pages: usize) -> u64 {
     (pages * tiny.transformer.kv_page_bytes(DType::F32).iter().sum::<usize>()) as u64
 }
 
-/// Three samples of each prompt. The first four prompts have short responses, so the scheduler expects short ones; the
-/// long ones then meet a full cache.
-fn mixed(tiny: &Tiny, prompts: &[Prompt], config: &RolloutConfig) -> Vec<Request> {
-    let mut requests = requested(&tiny.transformer, prompts, config);
-    requests.iter_mut().filter(|request| request.prompt < 4).for_each(|request| request.new_tokens_max = 4);
-    requests
-}
-
 #[test]
 fn tokens_and_logprobs_are_those_of_one_forward_in_a_cache_that_holds_only_windows() {
     let prompts = prompts(&[70, 64, 33, 17, 9, 20, 5, 12]);
@@ -42,16 +33,7 @@ fn tokens_and_logprobs_are_those_of_one_forward_in_a_cache_that_holds_only_windo
         for temperature in [0.0, 0.9] {
             let roomy = RolloutConfig { temperature, ignore_eos: true, prefill_tokens_max: 32, ..config(60, 3) };
             let tight = RolloutConfig { kv_bytes_max: bytes(&tiny, 4), ..roomy.clone() };
-            let requests = mixed(&tiny, &prompts, &roomy);
-            let [roomy, tight] = [&roomy, &tight].map(|config| run(&tiny, config, &requests, None).expect("a rollout"));
-            assert_eq!(roomy.preemptions, 0);
-            assert!(tight.preemptions > 0, "{name}: the cache was not tight");
-            let [roomy, tight] = [roomy, tight].map(|outcome| outcome.complete().expect("all of them"));
-            assert_eq!(tight, roomy, "{name} at temperature {temperature}");
-            let temperature = if temperature == 0.0 { 1.0 } else { temperature };
-            let [recorded, trained] =
-                recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &tight, temperature);
-            assert_eq!(recorded, trained, "{name} at temperature {temperature}");
+            assert_alike(name, &tiny, &prompts, &roomy, &tight);
         }
     }
 }

@@ -293,6 +293,13 @@ impl Gradients {
         }
     }
 
+    /// Adds to the gradient of a vector or the taps of a convolution, in f32 on the CPU, unless it is frozen.
+    pub fn add_vector(&mut self, id: ParamId, values: &[f32]) {
+        if !id.is_frozen {
+            self.vector_mut(id).f32().iter_mut().zip(values).for_each(|(gradient, x)| *gradient += x);
+        }
+    }
+
     /// The gradient of a norm, a bias or a value head.
     pub fn vector_mut(&mut self, id: ParamId) -> SliceMut<'_> {
         let elements = 0..self.table.spec(id).elements();
