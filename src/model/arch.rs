@@ -5,7 +5,8 @@ use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, Feed, 
 use super::blocks::{Blocks, positive};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::expert_files::ExpertForm;
-use super::families::{BIDIRECTIONAL, Embedded, Family, Number, Windows};
+use super::families::{Embedded, Family, Number, Windows};
+use super::family_list::BIDIRECTIONAL;
 use super::file_rows::HeadRows;
 use super::files;
 use super::names::{EMBEDDING, LM_HEAD};

@@ -13,6 +13,8 @@ mod blocks;
 pub mod cost;
 pub mod export;
 pub mod families;
+mod family_list;
+mod identify;
 pub mod init;
 pub mod load;
 pub mod merge;

@@ -1,0 +1,307 @@
+//! The list of model families.
+
+use super::block_spec::{Norms, QkNorm};
+use super::expert_files::ExpertForm;
+use super::families::{Bias, Embedded, Family, Mixture, Number, Scores, Windows};
+use super::file_form::FileForm;
+use super::rope::RopeDefaults;
+use crate::ops::glu::Activation;
+
+/// The key of Gemma's encoders, whose tokens see later ones.
+pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
+
+/// Keys of families with mixtures of experts.
+const MIXTURE_KEYS: &[&str] = &[
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_local_experts",
+    "output_router_logits",
+    "router_aux_loss_coef",
+];
+
+/// The most common value of each field.
+const LLAMA: Family = Family {
+    name: "llama",
+    causal: "LlamaForCausalLM",
+    classifier: "LlamaForSequenceClassification",
+    keys: &[],
+    qkv_bias: Bias::Key("attention_bias", false),
+    o_bias: Bias::Key("attention_bias", false),
+    mlp_bias: Bias::Key("mlp_bias", false),
+    qk_norm: QkNorm::None,
+    is_hybrid: false,
+    experts: None,
+    norms: Norms::PRE,
+    files: FileForm::PLAIN,
+    norm_offset: 0.0,
+    norm_eps: 1e-6,
+    activation: ("hidden_act", Activation::Silu),
+    windows: Windows::Never,
+    rope: RopeDefaults::PLAIN,
+    has_no_rope_layers: false,
+    scores: Scores::HeadDim,
+    score_softcap: Number::None,
+    embedded: Embedded::AsTheyAre,
+    residual_scale: Number::None,
+    logit_divisor: Number::None,
+    logit_softcap: Number::None,
+    head_dim: None,
+    kv_heads: None,
+    context: 2048,
+    tied: false,
+};
+
+const MISTRAL: Family = Family {
+    name: "mistral",
+    causal: "MistralForCausalLM",
+    classifier: "MistralForSequenceClassification",
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Everywhere(Some(4096)),
+    kv_heads: Some(8),
+    context: 131_072,
+    ..LLAMA
+};
+
+const GEMMA2: Family = Family {
+    name: "gemma2",
+    causal: "Gemma2ForCausalLM",
+    classifier: "Gemma2ForSequenceClassification",
+    keys: &[
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        BIDIRECTIONAL,
+    ],
+    mlp_bias: Bias::Never,
+    norms: Norms::SANDWICH,
+    norm_offset: 1.0,
+    activation: ("hidden_activation", Activation::GeluTanh),
+    windows: Windows::Periodic(4096, 2),
+    scores: Scores::Scalar(256.0),
+    score_softcap: Number::Key("attn_logit_softcapping", Some(50.0)),
+    embedded: Embedded::SqrtWidth,
+    logit_softcap: Number::Key("final_logit_softcapping", Some(30.0)),
+    head_dim: Some(256),
+    kv_heads: Some(4),
+    context: 8192,
+    tied: true,
+    ..LLAMA
+};
+
+const OLMO2: Family = Family {
+    name: "olmo2",
+    causal: "Olmo2ForCausalLM",
+    classifier: "Olmo2ForSequenceClassification",
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::Whole,
+    norms: Norms::POST,
+    norm_eps: 1e-5,
+    ..LLAMA
+};
+
+/// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
+pub(super) static FAMILIES: [Family; 17] = [
+    LLAMA,
+    MISTRAL,
+    Family {
+        name: "qwen2",
+        causal: "Qwen2ForCausalLM",
+        classifier: "Qwen2ForSequenceClassification",
+        qkv_bias: Bias::Always,
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        windows: Windows::Switched(4096, 28),
+        kv_heads: Some(32),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3",
+        causal: "Qwen3ForCausalLM",
+        classifier: "Qwen3ForSequenceClassification",
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        windows: Windows::Switched(4096, 28),
+        head_dim: Some(128),
+        kv_heads: Some(32),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "qwen3_5_text",
+        causal: "Qwen3_5ForCausalLM",
+        classifier: "Qwen3_5TextForSequenceClassification",
+        keys: &[
+            "attn_output_gate",
+            "full_attention_interval",
+            "layer_types",
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_value_head_dim",
+            "mamba_ssm_dtype",
+            // The positions of images. Those of text are equal.
+            "mrope_interleaved",
+            "mrope_section",
+            // Layers that predict further tokens, whose tensors an export keeps.
+            "mtp_num_hidden_layers",
+            "mtp_use_dedicated_embeddings",
+        ],
+        o_bias: Bias::Key("attention_bias", false),
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        is_hybrid: true,
+        norm_offset: 1.0,
+        rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
+        head_dim: Some(256),
+        kv_heads: Some(4),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "mixtral",
+        causal: "MixtralForCausalLM",
+        classifier: "MixtralForSequenceClassification",
+        keys: MIXTURE_KEYS,
+        experts: Some(Mixture { count: 8, top_k: 2, width: None, renormalizes: None, has_dense_layers: false }),
+        files: FileForm { experts: ExpertForm::EachNumbered, ..FileForm::PLAIN },
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        rope: RopeDefaults { theta: 1_000_000.0, ..RopeDefaults::PLAIN },
+        ..MISTRAL
+    },
+    Family {
+        name: "qwen3_moe",
+        causal: "Qwen3MoeForCausalLM",
+        classifier: "Qwen3MoeForSequenceClassification",
+        keys: MIXTURE_KEYS,
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        experts: Some(Mixture {
+            count: 128,
+            top_k: 8,
+            width: Some(768),
+            renormalizes: Some(false),
+            has_dense_layers: true,
+        }),
+        windows: Windows::AllSwitched(4096),
+        kv_heads: Some(4),
+        context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "ministral3",
+        causal: "Ministral3ForCausalLM",
+        classifier: "Ministral3ForSequenceClassification",
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        rope: RopeDefaults { scales_queries: true, ..RopeDefaults::PLAIN },
+        head_dim: Some(128),
+        context: 262_144,
+        ..MISTRAL
+    },
+    Family {
+        name: "smollm3",
+        causal: "SmolLM3ForCausalLM",
+        classifier: "SmolLM3ForSequenceClassification",
+        keys: &["no_rope_layers", "no_rope_layer_interval"],
+        windows: Windows::WithoutRope,
+        rope: RopeDefaults { theta: 2_000_000.0, ..RopeDefaults::PLAIN },
+        has_no_rope_layers: true,
+        kv_heads: Some(4),
+        context: 32_768,
+        tied: true,
+        ..LLAMA
+    },
+    Family {
+        name: "seed_oss",
+        causal: "SeedOssForCausalLM",
+        classifier: "SeedOssForSequenceClassification",
+        keys: &["attention_out_bias"],
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Key("attention_out_bias", false),
+        head_dim: Some(128),
+        kv_heads: Some(8),
+        context: 524_288,
+        ..LLAMA
+    },
+    Family {
+        name: "granite",
+        causal: "GraniteForCausalLM",
+        classifier: "GraniteForSequenceClassification",
+        keys: &["attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"],
+        scores: Scores::Multiplier,
+        embedded: Embedded::Multiplied,
+        residual_scale: Number::Key("residual_multiplier", None),
+        logit_divisor: Number::Key("logits_scaling", None),
+        ..LLAMA
+    },
+    Family {
+        name: "phi3",
+        causal: "Phi3ForCausalLM",
+        classifier: "Phi3ForSequenceClassification",
+        qkv_bias: Bias::Never,
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        files: FileForm { joins_qkv: true, joins_gate_up: true, ..FileForm::PLAIN },
+        norm_eps: 1e-5,
+        windows: Windows::Everywhere(None),
+        rope: RopeDefaults { partial: Some(1.0), longrope: Some(4096.0), ..RopeDefaults::PLAIN },
+        context: 4096,
+        ..LLAMA
+    },
+    Family {
+        name: "glm4",
+        causal: "Glm4ForCausalLM",
+        classifier: "Glm4ForSequenceClassification",
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        norms: Norms::SANDWICH_GLM,
+        files: FileForm { joins_gate_up: true, is_interleaved: true, ..FileForm::PLAIN },
+        norm_eps: 1.5625e-7,
+        rope: RopeDefaults { partial: Some(0.5), ..RopeDefaults::PLAIN },
+        head_dim: Some(128),
+        kv_heads: Some(2),
+        context: 131_072,
+        ..LLAMA
+    },
+    OLMO2,
+    Family {
+        name: "olmo3",
+        causal: "Olmo3ForCausalLM",
+        classifier: "Olmo3ForSequenceClassification",
+        windows: Windows::Periodic(4096, 4),
+        rope: RopeDefaults { theta: 500_000.0, by_layer: Some(None), ..RopeDefaults::PLAIN },
+        ..OLMO2
+    },
+    GEMMA2,
+    Family {
+        name: "gemma3_text",
+        causal: "Gemma3ForCausalLM",
+        classifier: "Gemma3TextForSequenceClassification",
+        keys: &[
+            "hidden_activation",
+            "query_pre_attn_scalar",
+            "final_logit_softcapping",
+            "rope_local_base_freq",
+            "sliding_window_pattern",
+            BIDIRECTIONAL,
+        ],
+        qk_norm: QkNorm::PerHead,
+        windows: Windows::Periodic(4096, 6),
+        rope: RopeDefaults { theta: 1_000_000.0, by_layer: Some(Some(10_000.0)), ..RopeDefaults::PLAIN },
+        score_softcap: Number::None,
+        logit_softcap: Number::Key("final_logit_softcapping", None),
+        context: 131_072,
+        ..GEMMA2
+    },
+];
