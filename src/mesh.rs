@@ -9,16 +9,31 @@ pub struct Mesh {
     pub pipeline: usize,
     pub sequence: usize,
     pub tensor: usize,
+    /// Neighbours among the data x sequence ranks that divide the experts of a layer. It adds no ranks.
+    pub expert: usize,
 }
 
 impl Mesh {
     /// A mesh whose only axis is data.
     pub fn data_only(data: usize) -> Self {
-        Self { data, pipeline: 1, sequence: 1, tensor: 1 }
+        Self { data, pipeline: 1, sequence: 1, tensor: 1, expert: 1 }
     }
 
     pub fn ranks(&self) -> usize {
         self.data * self.pipeline * self.sequence * self.tensor
+    }
+
+    /// Rejects an expert axis that does not divide the data x sequence ranks.
+    ///
+    /// # Errors
+    /// `Usage`.
+    pub fn check_expert(&self) -> Result<()> {
+        let ranks = self.data * self.sequence;
+        if ranks.is_multiple_of(self.expert) {
+            return Ok(());
+        }
+        let message = format!("mesh.expert = {} does not divide the {ranks} ranks of data x sequence", self.expert);
+        Err(Error::usage(message).hint(format!("set mesh.expert to a divisor of {ranks}")))
     }
 
     /// Rejects a number of ranks that is not the product of the axes.
@@ -47,6 +62,7 @@ impl std::fmt::Display for Mesh {
             f,
             "{} data x {} pipeline x {} sequence x {} tensor",
             self.data, self.pipeline, self.sequence, self.tensor
-        )
+        )?;
+        if self.expert > 1 { write!(f, ", experts over {}", self.expert) } else { Ok(()) }
     }
 }

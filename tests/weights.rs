@@ -44,13 +44,16 @@ pub fn assert_same(what: &str, got: &Weights, want: &Weights) {
 /// Training layouts (mesh and stage): some of each kind, for any world size.
 pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
     let n = world.size;
-    let mesh = |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor };
+    let mesh =
+        |sequence: usize, tensor: usize| Mesh { data: n / sequence / tensor, pipeline: 1, sequence, tensor, expert: 1 };
     let mut all = vec![(mesh(1, 1), 1), (mesh(1, 1), 3), (mesh(1, n), 0)];
     if n >= 2 {
         all.extend([(mesh(2, 1), 2), (mesh(1, 2), 1), (mesh(1, 2), 3)]);
     }
+    all.extend([1, 3].map(|stage| (Mesh { expert: n, ..mesh(1, 1) }, stage)));
     if n >= 4 {
         all.extend([(mesh(2, 2), 3), (mesh(n / 2, 1), 3)]);
+        all.extend([(Mesh { expert: 2, ..mesh(1, 1) }, 3), (Mesh { expert: 2, ..mesh(1, 2) }, 1)]);
     }
     all
 }

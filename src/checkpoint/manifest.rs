@@ -53,7 +53,7 @@ fn first_line(hash: &str) -> String {
 impl Manifest {
     /// A manifest without files, which `save` writes and adds.
     pub fn new(step: u64, mesh: &Mesh, config_hash: &str, state: Value) -> Self {
-        let (&Mesh { data, pipeline, sequence, tensor }, config_hash) = (mesh, config_hash.to_string());
+        let (&Mesh { data, pipeline, sequence, tensor, .. }, config_hash) = (mesh, config_hash.to_string());
         let mesh = [data, pipeline, sequence, tensor];
         Self { format: FORMAT, step, ranks: 0, mesh, config_hash, state, files: Vec::new() }
     }

@@ -112,10 +112,14 @@ pub struct Axes {
     pub tensor: Group,
     /// data x sequence, sequence fastest: the ranks that ZeRO shards over.
     pub zero: Group,
+    /// Neighbours on `zero` that divide the experts of a layer.
+    pub expert: Group,
     /// All ranks of the mesh.
     pub all: Group,
     /// Collectives over `zero` in the background.
     pub zero_stream: Arc<Stream>,
+    /// The same over the ranks of `zero` that have the same experts.
+    pub replicas_stream: Arc<Stream>,
     /// Exchanges over `sequence` in the background.
     pub ring_stream: Arc<Stream>,
 }
@@ -140,13 +144,24 @@ impl Axes {
         let data = rank / (stride * mesh.pipeline);
         let shards = (data * mesh.sequence + sequence, mesh.data * mesh.sequence);
         let zero = along(all, "zero", pipeline * mesh.tensor + tensor, shards, mesh.tensor);
+        let zero_stream = Arc::new(Stream::new("zero", &zero));
+        let (expert, replica) = (shards.0 % mesh.expert, shards.0 / mesh.expert);
+        let color = |of: usize| (of * mesh.pipeline + pipeline) * mesh.tensor + tensor;
+        let replicas_stream = if mesh.expert == 1 {
+            zero_stream.clone()
+        } else {
+            let (place, stride) = ((replica, shards.1 / mesh.expert), mesh.expert * mesh.tensor);
+            Arc::new(Stream::new("replicas", &along(all, "expert replicas", color(expert), place, stride)))
+        };
         let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence), mesh.tensor);
         Self {
             data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data), mesh.pipeline * stride),
             pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
             tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
+            expert: along(all, "expert", color(replica), (expert, mesh.expert), mesh.tensor),
             all: all.clone(),
-            zero_stream: Arc::new(Stream::new("zero", &zero)),
+            zero_stream,
+            replicas_stream,
             ring_stream: Arc::new(Stream::new(stream::RING, &ring)),
             sequence: ring,
             zero,
@@ -178,9 +193,9 @@ mod tests {
         let calls =
             || accounting().get(&("zero", "all_reduce_sum_ordered")).map_or((0, 0), |total| (total.calls, total.bytes));
         for (mesh, rank, zero, tensor) in [
-            (Mesh { data: 3, pipeline: 2, sequence: 2, tensor: 4 }, 47, (5, 6), (3, 4)),
-            (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1 }, 2, (2, 4), (0, 1)),
-            (Mesh { data: 1024, pipeline: 1, sequence: 1, tensor: 8 }, 8, (1, 1024), (0, 8)),
+            (Mesh { data: 3, pipeline: 2, sequence: 2, tensor: 4, expert: 1 }, 47, (5, 6), (3, 4)),
+            (Mesh { data: 2, pipeline: 1, sequence: 2, tensor: 1, expert: 1 }, 2, (2, 4), (0, 1)),
+            (Mesh { data: 1024, pipeline: 1, sequence: 1, tensor: 8, expert: 1 }, 8, (1, 1024), (0, 8)),
         ] {
             let axes = Axes::split_mesh(&Group::null("all", rank, mesh.ranks()), &mesh);
             let place = |group: &Group| (group.rank(), group.size());

@@ -39,6 +39,7 @@ const ALIASES: &[(&str, &str)] = &[
         "mesh.sequence",
         "ring_attn_size cp cp_size context_parallel_size ulysses_sequence_parallel_size sequence_parallel_size",
     ),
+    ("mesh.expert", "ep ep_size expert_parallel_size expert_model_parallel_size"),
     ("mesh.pipeline", "pp pp_size pipeline_parallel_size pipeline_model_parallel_size"),
     ("mesh.zero", "zero_stage zero_optimization stage fsdp"),
     ("mesh.offload", "adam_offload ref_reward_offload optimizer_offload param_offload cpu_offload offload_optimizer"),

@@ -113,12 +113,12 @@ table! {
 impl GradientConfig {
     /// Rejects a fixed order of sums if the layout, `mesh` with ZeRO stage `stage`, has another order.
     pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {
-        let cut = mesh.sequence > 1 || mesh.tensor > 1 || stage > 1;
+        let cut = mesh.sequence > 1 || mesh.tensor > 1 || mesh.expert > 1 || stage > 1;
         if self.order == GradientOrder::Fast || !cut {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "gradient.order = \"fixed\" needs sequence = tensor = 1 and mesh.zero of at most 1 (got {mesh}, mesh.zero = {stage})"
+            "gradient.order = \"fixed\" needs sequence = tensor = expert = 1 and mesh.zero of at most 1 (got {mesh}, mesh.zero = {stage})"
         ))
         .hint("shard over data only with mesh.zero = 1, or set gradient.order = \"fast\""))
     }

@@ -69,6 +69,7 @@ table! {
         pub pipeline: Auto = Auto::Is(1),
         pub sequence: Auto = Auto::Is(1),
         pub tensor: Auto = Auto::Auto,
+        pub expert: usize = 1 => 1.0..=RANKS_MAX as f64,
         pub zero: Auto = Auto::Auto,
         pub placement: Vec<PlacementConfig> = Vec::new(),
         pub async_updates_max: usize = 0 => 0.0..=64.0,
@@ -115,8 +116,13 @@ impl MeshConfig {
         let tensor = size("mesh.tensor", self.tensor)?.unwrap_or(1);
         let left = || world.div_ceil(pipeline * sequence * tensor);
         let data = size("mesh.data", self.data)?.unwrap_or_else(left);
-        let mesh = Mesh { data, pipeline, sequence, tensor };
+        let mesh = Mesh { data, pipeline, sequence, tensor, expert: self.expert };
         mesh.check(world)?;
+        mesh.check_expert()?;
+        if self.expert > 1 && self.stage()? == 0 {
+            let message = format!("mesh.expert = {} needs mesh.zero of at least 1 (got 0)", self.expert);
+            return Err(Error::usage(message).hint("set mesh.zero = 1"));
+        }
         Ok(mesh)
     }
 

@@ -289,6 +289,10 @@ fn check_settings(config: &Config) -> Result<()> {
         )
         .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
     }
+    if config.mesh.expert > 1 {
+        let message = format!("GPUs do not support mesh.expert = {}", config.mesh.expert);
+        return Err(Error::usage(message).hint("set mesh.expert = 1, or job.device = \"cpu\""));
+    }
     if config.rollout.keep_sampling_mask {
         return Err(Error::usage("GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet")
             .hint("set job.device = \"cpu\", or use ppo.correction instead"));

@@ -81,7 +81,7 @@ impl Layout {
     }
 
     pub fn describe(&self) -> String {
-        let Mesh { data, pipeline, sequence, tensor } = self.mesh;
+        let Mesh { data, pipeline, sequence, tensor, expert } = self.mesh;
         let others = [("pipeline", pipeline), ("sequence", sequence), ("tensor", tensor)];
         let others = others.into_iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!(" x {name} {n}"));
         let axes = format!("data {data}{}", others.collect::<String>());
@@ -93,7 +93,8 @@ impl Layout {
             (StateSwap::BetweenSteps, false) => Some("optimizer in host memory during the rollout"),
             (StateSwap::BetweenUpdates, false) => Some("optimizer in host memory"),
         };
-        let all = [Some(axes), Some(format!("zero {}", self.zero)), rollout, offloaded.map(str::to_string)];
+        let experts = (expert > 1).then(|| format!("expert {expert}"));
+        let all = [Some(axes), experts, Some(format!("zero {}", self.zero)), rollout, offloaded.map(str::to_string)];
         all.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }

@@ -1,7 +1,7 @@
 //! The gradient of a minibatch, split into chunks and summed over the chunks of this rank, then over ranks.
 
 use super::tree_sum::TreeSum;
-use crate::comm::Axes;
+use crate::comm::{Axes, Group};
 use crate::config::job::GradientConfig;
 use crate::config::optim::GradientOrder;
 use crate::error::{Error, Result};
@@ -42,7 +42,8 @@ impl GradientSum {
             ))
             .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
         }
-        let mesh = Mesh { data: ranks, pipeline: 1, sequence: axes.sequence.size(), tensor: axes.tensor.size() };
+        let [sequence, tensor, expert] = [&axes.sequence, &axes.tensor, &axes.expert].map(Group::size);
+        let mesh = Mesh { data: ranks, pipeline: 1, sequence, tensor, expert };
         config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })?;
         let grads = Gradients::for_shards(table.clone(), shards);
         let tree = |unit| TreeSum::new(table.device(), shards.partition.padded_len(unit));

@@ -55,8 +55,8 @@ impl AdapterNorms {
             }
         }
         base.release();
-        // Matrices in nf4 are gathered whole.
-        if base.is_sharded() && !base.is_quantized() {
+        // Matrices in nf4 are gathered whole. Experts have no adapters.
+        if base.gathers_on_use() && !base.is_quantized() {
             axes.zero.all_reduce_sum_f64(&mut squares);
         }
         axes.tensor.all_reduce_sum_f64(&mut squares);

@@ -4,6 +4,7 @@ use super::arch::Arch;
 use super::block_spec::BlockSpec;
 use super::branch::{Branch, BranchSaved, KeepBranch};
 use super::context::{Context, LayerKeys};
+use super::experts::Experts;
 use super::feed_forward::{FeedForward, FeedForwardSaved};
 use super::mixer::{Mixer, MixerSaved};
 use super::norm::Norm;
@@ -84,6 +85,18 @@ impl Block {
             scale: spec.residual_scale,
         };
         Self { mixer, mlp }
+    }
+
+    /// Declares the experts of layer `layer` as units of their own, if it has some.
+    pub(super) fn declare_experts(&mut self, table: &mut ParamTable, arch: &Arch, layer: usize) {
+        if let FeedForward::Experts(experts) = &mut self.mlp.body {
+            experts.declare_experts(table, arch, layer);
+        }
+    }
+
+    /// The number of units of experts after that of the layer.
+    pub(super) fn expert_units(&self) -> usize {
+        if matches!(self.mlp.body, FeedForward::Experts(_)) { Experts::UNITS } else { 0 }
     }
 
     pub(super) fn mixer(&self) -> &Mixer {

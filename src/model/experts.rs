@@ -1,17 +1,19 @@
 //! A mixture of experts: y = sum over the chosen experts e of g_e Wdown_e (act(Wgate_e n) * Wup_e n). The ranks of the
-//! tensor axis share the inner width of each expert; the router is whole on each rank.
+//! tensor axis share the inner width of each expert, and those of the expert axis the experts; the router is whole on
+//! each rank.
 
 use super::arch::Arch;
 use super::block_spec::ExpertsSpec;
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
+use super::expert_axis::{Exchange, part};
 use super::expert_files::ExpertFiles;
 use super::names::ROUTER;
 use super::params::{ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
 use crate::ops::attention::Packed;
-use crate::ops::experts::{Addend, Routing};
+use crate::ops::experts::{self, Addend, Groups, Routing};
 use crate::ops::glu;
 use crate::ops::matmul::{self, Into};
 use crate::tensor::{Layout, Tensor, Weight};
@@ -19,6 +21,8 @@ use crate::tensor::{Layout, Tensor, Weight};
 #[derive(Clone, Debug)]
 pub(super) struct Experts {
     router: ParamId,
+    /// The unit of all gates and ups, after that of the layer. All downs are the unit after it.
+    unit: usize,
     /// One matrix for each expert.
     gate: Vec<ParamId>,
     up: Vec<ParamId>,
@@ -32,7 +36,8 @@ pub(super) struct ExpertsSaved {
     /// The branch's input (t, d)
     n: Tensor,
     routing: Routing,
-    /// The results of the rows of experts (s, f)
+    exchange: Exchange,
+    /// The results of the rows that this rank computes (s, f)
     gate: Tensor,
     up: Tensor,
     /// act(gate) * up (s, f)
@@ -47,22 +52,36 @@ impl ExpertsSaved {
 }
 
 impl Experts {
-    /// Declares the router, all gates and ups by expert, and all downs, of layer `layer`.
+    /// Declares the router of layer `layer`.
     pub(super) fn declare(table: &mut ParamTable, layer: usize, arch: &Arch, spec: &ExpertsSpec) -> Self {
-        let name = format!("model.layers.{layer}.mlp");
+        let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
+        let (dims, normal) = ([Cut::Whole(spec.count), Cut::Whole(arch.width)], table.normal());
+        let name = format!("model.layers.{layer}{ROUTER}");
+        let router = table.add_in(files.router(), &name, &dims, Layout::Panel, normal);
+        let (unit, [gate, up, down]) = (0, [(); 3].map(|()| Vec::new()));
+        Self { router, unit, gate, up, down, spec: *spec }
+    }
+
+    /// The number of units after that of the layer.
+    pub(super) const UNITS: usize = 2;
+
+    /// Declares all gates and ups by expert, and all downs, as units after that of layer `layer`.
+    pub(super) fn declare_experts(&mut self, table: &mut ParamTable, arch: &Arch, layer: usize) {
+        let spec = &self.spec;
         let (hidden, inner, normal) = (Cut::Whole(arch.width), Cut::Even(spec.width), table.normal());
         let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
-        let dims = [Cut::Whole(spec.count), hidden];
-        let router =
-            table.add_in(files.router(), &format!("model.layers.{layer}{ROUTER}"), &dims, Layout::Panel, normal);
-        let mut expert = |e: usize, part: &str, dims: [Cut; 2]| {
-            let own = format!("{name}.experts.{e}.{part}_proj.weight");
+        self.unit = table.units().len();
+        let add = |table: &mut ParamTable, e: usize, part: &str, dims: [Cut; 2]| {
+            let own = format!("model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight");
             table.add_in(files.expert(e, part), &own, &dims, Layout::Panel, normal)
         };
-        let first = |e| [expert(e, "gate", [inner, hidden]), expert(e, "up", [inner, hidden])];
-        let (gate, up) = (0..spec.count).map(first).map(|[gate, up]| (gate, up)).unzip();
-        let down = (0..spec.count).map(|e| expert(e, "down", [hidden, inner])).collect();
-        Self { router, gate, up, down, spec: *spec }
+        for e in 0..spec.count {
+            self.gate.push(add(table, e, "gate", [inner, hidden]));
+            self.up.push(add(table, e, "up", [inner, hidden]));
+        }
+        table.end_experts();
+        self.down = (0..spec.count).map(|e| add(table, e, "down", [hidden, inner])).collect();
+        table.end_experts();
     }
 
     /// Chooses the experts of each row of n.
@@ -74,19 +93,31 @@ impl Experts {
         routing
     }
 
-    /// The experts of each row of n, and the rows of gate, up and act.
-    fn activations(&self, c: Context, n: &Tensor) -> (Routing, [Tensor; 3]) {
+    /// The experts of each row of n, where their rows are computed, and the rows of gate, up and act.
+    fn activations(&self, c: Context, n: &Tensor) -> (Routing, Exchange, [Tensor; 3]) {
         let routing = self.route(c, n);
-        let [gate, up] = [&self.gate, &self.up].map(|ids| weights(c.w, ids));
-        let [gate, up] = routing.forward_each(&routing.gather(n), [&gate, &up]);
+        let exchange = Exchange::new(c.expert, &routing);
+        let rows = exchange.there(routing.gather(n));
+        let unit = c.weights.unit(self.unit);
+        let [gate, up] = [&self.gate, &self.up].map(|ids| weights(&unit, own(c, ids)));
+        let [gate, up] = exchange.groups.forward_each(&rows, [&gate, &up]);
         let mut act = gate.like(gate.rows(), gate.width());
         glu::forward(self.spec.activation, &gate, &up, &mut act);
-        (routing, [gate, up, act])
+        (routing, exchange, [gate, up, act])
     }
 
     /// x += y from the rows of act. The sum over ranks starts from the first rank's x.
-    fn add_rows(&self, c: Context, routing: &Routing, act: &Tensor, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        let [rows] = routing.forward_each(act, [&weights(c.w, &self.down)]);
+    fn add_rows(
+        &self,
+        c: Context,
+        (routing, exchange): (&Routing, &Exchange),
+        act: &Tensor,
+        x: &mut Tensor,
+        keeps: bool,
+    ) -> Option<Tensor> {
+        let unit = c.weights.unit(self.unit + 1);
+        let [rows] = exchange.groups.forward_each(act, [&weights(&unit, own(c, &self.down))]);
+        let rows = exchange.back(rows);
         let before = keeps.then(|| {
             let apart = x.like(x.rows(), x.width());
             std::mem::replace(x, apart)
@@ -101,17 +132,11 @@ impl Experts {
         before
     }
 
-    /// dW += dy^T x for each expert's own rows, unless the experts are frozen.
-    fn backward_weights(
-        c: Context,
-        ids: &[ParamId],
-        routing: &Routing,
-        dy: &Tensor,
-        x: &Tensor,
-        grads: &mut Gradients,
-    ) {
+    /// dW += dy^T x for the rows of each expert of this rank, unless the experts are frozen.
+    fn backward_weights(c: Context, ids: &[ParamId], groups: &Groups, dy: &Tensor, x: &Tensor, grads: &mut Gradients) {
+        let ids = own(c, ids);
         if ids.iter().all(|id| !id.is_frozen) {
-            routing.backward_weight(dy, x, grads.weights_mut(ids), c.w.dtype());
+            groups.backward_weight(dy, x, grads.weights_mut(ids), c.w.dtype());
         }
     }
 
@@ -132,7 +157,11 @@ impl Experts {
     }
 }
 
-/// The matrices of all experts.
+/// The ids of the experts that this rank has.
+fn own<'a>(c: Context, ids: &'a [ParamId]) -> &'a [ParamId] {
+    &ids[part(ids.len(), c.expert.rank(), c.expert.size())]
+}
+
 fn weights<'a>(w: &'a Unit, ids: &[ParamId]) -> Vec<Weight<'a>> {
     ids.iter().map(|id| w.weight(*id)).collect()
 }
@@ -141,43 +170,52 @@ impl Body for Experts {
     type Saved = ExpertsSaved;
 
     fn forward(&self, c: Context, n: Tensor, _: &mut LayerKeys) -> ExpertsSaved {
-        let (routing, [gate, up, act]) = self.activations(c, &n);
-        ExpertsSaved { n, routing, gate, up, act }
+        let (routing, exchange, [gate, up, act]) = self.activations(c, &n);
+        ExpertsSaved { n, routing, exchange, gate, up, act }
     }
 
     fn add(&self, c: Context, saved: &ExpertsSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.add_rows(c, &saved.routing, &saved.act, x, keeps)
+        self.add_rows(c, (&saved.routing, &saved.exchange), &saved.act, x, keeps)
     }
 
     fn run(&self, c: Context, n: Tensor, _: &mut LayerKeys, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        let (routing, [.., act]) = self.activations(c, &n);
+        let (routing, exchange, [.., act]) = self.activations(c, &n);
         drop(n);
-        self.add_rows(c, &routing, &act, x, keeps)
+        self.add_rows(c, (&routing, &exchange), &act, x, keeps)
     }
 
+    /// The caller has begun the gradients of the last unit. Those of the layer are begun here.
     fn backward(&self, c: Context, _: &Packed, saved: ExpertsSaved, dy: &Tensor, grads: &mut Gradients) -> Tensor {
-        let ExpertsSaved { n, routing, gate, up, mut act } = saved;
-        let (s, f) = (gate.rows(), gate.width());
-        let dy = routing.gather(dy);
+        let ExpertsSaved { n, routing, exchange, gate, up, mut act } = saved;
+        let (groups, s, f) = (&exchange.groups, gate.rows(), gate.width());
+        let dy = exchange.there(routing.gather(dy));
         let mut dact = gate.like(s, f);
-        routing.backward_input(&dy, &weights(c.w, &self.down), &mut dact, false);
-        let mut dweights = routing.weigh(&mut act, &mut dact);
+        let unit = c.weights.unit(self.unit + 1);
+        groups.backward_input(&dy, &weights(&unit, own(c, &self.down)), &mut dact, false);
+        drop(unit);
+        let weights_of_rows = exchange.there(routing.row_weights());
+        let slopes = exchange.back(experts::weigh(&mut act, &mut dact, &weights_of_rows));
+        let mut dweights = routing.of_row_weights(&slopes);
         c.tensor.sum_slice(dweights.slice_mut());
-        Self::backward_weights(c, &self.down, &routing, &dy, &act, grads);
+        Self::backward_weights(c, &self.down, groups, &dy, &act, grads);
+        grads.finish(self.unit + 1);
+        grads.begin(self.unit);
         // `act` and `dy` have served: their memory takes dgate and the gradient of the rows of n.
         let (mut dgate, mut dup) = (act, gate.like(s, f));
         glu::backward(self.spec.activation, &gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
-        let mut drows = dy;
-        routing.backward_input(&dgate, &weights(c.w, &self.gate), &mut drows, false);
-        routing.backward_input(&dup, &weights(c.w, &self.up), &mut drows, true);
+        let (mut drows, unit) = (dy, c.weights.unit(self.unit));
+        groups.backward_input(&dgate, &weights(&unit, own(c, &self.gate)), &mut drows, false);
+        groups.backward_input(&dup, &weights(&unit, own(c, &self.up)), &mut drows, true);
+        drop(unit);
         let mut dn = n.like(n.rows(), n.width());
-        routing.scatter(&drows, &mut dn);
-        drop(drows);
+        routing.scatter(&exchange.back(drows), &mut dn);
         c.tensor.sum_slice(dn.slice_mut());
-        let rows = routing.gather(&n);
-        Self::backward_weights(c, &self.gate, &routing, &dgate, &rows, grads);
-        Self::backward_weights(c, &self.up, &routing, &dup, &rows, grads);
+        let rows = exchange.there(routing.gather(&n));
+        Self::backward_weights(c, &self.gate, groups, &dgate, &rows, grads);
+        Self::backward_weights(c, &self.up, groups, &dup, &rows, grads);
+        grads.finish(self.unit);
+        grads.begin(self.unit - 1);
         self.backward_router(c, (&n, &routing), &dweights, &mut dn, grads);
         dn
     }

@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub(super) struct Layers {
     pub embedding: ParamId,
     pub blocks: Vec<Block>,
+    /// The unit of each block, and of the last norm with the head.
+    pub units: Vec<usize>,
     /// The norm after the last block.
     pub norm: Norm,
     /// The language-model head (the embedding if tied), or the value head's vector.
@@ -22,8 +24,8 @@ pub(super) struct Layers {
 }
 
 impl Layers {
-    /// Declares embedding, layers, final norm and head. Each layer is a unit, and so are the embedding before them, and
-    /// the norm with the head after them.
+    /// Declares embedding, layers, final norm and head. Each layer is a unit, with units of its experts after it, and
+    /// so are the embedding before all layers, and the norm with the head after them.
     pub(super) fn declare(table: &mut ParamTable, arch: &Arch) -> Self {
         let (head, normal) = (table.head(), table.normal());
         let matrix = [Cut::Vocabulary(arch.vocabulary), Cut::Whole(arch.width)];
@@ -32,12 +34,16 @@ impl Layers {
         let layout = if is_multiplied { Layout::Panel } else { Layout::Row };
         let embedding = table.add(EMBEDDING, &matrix, layout, normal);
         table.end_unit();
+        let mut units = Vec::new();
         let block = |(layer, spec)| {
-            let block = Block::declare(table, arch, layer, spec);
+            units.push(table.units().len());
+            let mut block = Block::declare(table, arch, layer, spec);
             table.end_unit();
+            block.declare_experts(table, arch, layer);
             block
         };
         let blocks = arch.blocks.iter().enumerate().map(block).collect();
+        units.push(table.units().len());
         let norm = Norm::declare(table, "model.norm", arch.width, arch.norm);
         let head = match head {
             Head::LanguageModel if arch.tied => embedding,
@@ -48,7 +54,7 @@ impl Layers {
             }
         };
         table.end_unit();
-        Self { embedding, blocks, norm, head }
+        Self { embedding, blocks, units, norm, head }
     }
 }
 

@@ -34,6 +34,7 @@ mod branch;
 mod config_json;
 mod context;
 mod delta;
+mod expert_axis;
 mod expert_files;
 mod experts;
 mod feed_forward;

@@ -184,6 +184,8 @@ pub struct ParamTable {
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
     units: Vec<Range<usize>>,
+    /// Whether each unit is of a layer's experts.
+    of_experts: Vec<bool>,
     len: usize,
     part: TensorPart,
     device: Device,
@@ -194,9 +196,9 @@ pub struct ParamTable {
 impl ParamTable {
     /// A table without parameters, for the part of a rank of the tensor axis, laid out for a device.
     pub(super) fn empty(device: Device, head: Head, part: TensorPart, init_std: f32) -> Self {
-        let (specs, by_name, units) = (Vec::new(), HashMap::new(), Vec::new());
+        let (specs, by_name, units, of_experts) = (Vec::new(), HashMap::new(), Vec::new(), Vec::new());
         let (tuning, base, kept) = (None, None, None);
-        Self { head, tuning, base, kept, specs, by_name, units, len: 0, part, device, init_std }
+        Self { head, tuning, base, kept, specs, by_name, units, of_experts, len: 0, part, device, init_std }
     }
 
     /// The same, for a model of which only `tuning` trains, with the table of its base if it has one.
@@ -328,6 +330,19 @@ impl ParamTable {
     pub(super) fn end_unit(&mut self) {
         let start = self.units.last().map_or(0, |unit| unit.end);
         self.units.push(start..self.len);
+        self.of_experts.push(false);
+    }
+
+    /// Ends a unit of a layer's experts, which have equal parts of it.
+    pub(super) fn end_experts(&mut self) {
+        self.end_unit();
+        self.of_experts.pop();
+        self.of_experts.push(true);
+    }
+
+    /// Whether each unit is of a layer's experts, which have equal parts of it.
+    pub fn units_of_experts(&self) -> &[bool] {
+        &self.of_experts
     }
 
     /// The device of the layout.
@@ -382,8 +397,8 @@ impl ParamTable {
         self.by_name.get(name).copied()
     }
 
-    /// The flat ranges of the units, which are gathered and reduced one at a time: the embedding, each layer, the final
-    /// norm with the head. They cover the flat buffer in order.
+    /// The flat ranges of the units, which are gathered and reduced one at a time: the embedding, each layer, after it
+    /// the gates and ups of its experts and their downs, the final norm with the head. They cover the flat buffer in order.
     pub fn units(&self) -> &[Range<usize>] {
         &self.units
     }

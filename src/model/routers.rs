@@ -23,7 +23,7 @@ impl RouterSums {
         self.chosen.resize(experts, 0);
         self.probabilities.resize(experts, 0.0);
         self.pairs += routing.probabilities.rows() as u64;
-        for (sum, count) in self.chosen.iter_mut().zip(routing.counts()) {
+        for (sum, count) in self.chosen.iter_mut().zip(routing.groups.counts()) {
             *sum += count as u64;
         }
         for row in routing.probabilities.data().chunks_exact(experts) {
@@ -42,7 +42,12 @@ pub struct Routers {
     sums: RefCell<RouterSums>,
     /// The slope of a loss by the probability of each expert, the same for all tokens and layers.
     slope: RefCell<Option<Vec<f32>>>,
+    /// A hash of the experts of each row in the layers so far, in a forward that is traced.
+    traced: RefCell<Option<Vec<u32>>>,
 }
+
+/// Start and factor of the hash FNV-1a (RFC 9923).
+const FNV: [u32; 2] = [0x811c_9dc5, 0x0100_0193];
 
 impl Routers {
     /// Calls `forward`, whose choices are added to the sums. Other forwards are not counted, nor the repeated ones of a
@@ -72,8 +77,24 @@ impl Routers {
         result
     }
 
+    /// Calls `forward`. Also returns a hash of the experts that each row chose in all layers, which is not 0; nothing if
+    /// no layer has experts.
+    pub fn traced<R>(&self, forward: impl FnOnce() -> R) -> (R, Vec<u32>) {
+        self.traced.replace(Some(Vec::new()));
+        let result = forward();
+        let hashes = self.traced.take().unwrap_or_default();
+        (result, hashes.into_iter().map(|hash| hash.max(1)).collect())
+    }
+
     /// Counts the choices of one layer.
     pub(super) fn note(&self, routing: &Routing) {
+        if let Some(hashes) = &mut *self.traced.borrow_mut() {
+            let rows = routing.probabilities.rows();
+            hashes.resize(rows, FNV[0]);
+            for (hash, chosen) in hashes.iter_mut().zip(routing.chosen().chunks(routing.chosen().len() / rows.max(1))) {
+                *hash = chosen.iter().fold(*hash, |hash, expert| (hash ^ expert).wrapping_mul(FNV[1]));
+            }
+        }
         if self.is_counting.get() {
             self.sums.borrow_mut().add(routing);
         }

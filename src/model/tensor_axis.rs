@@ -68,6 +68,32 @@ impl Arch {
         Err(Error::usage(message).hint("set mesh.sequence to 1"))
     }
 
+    /// Rejects an expert axis that does not divide the experts of each layer, or one without a use if the model
+    /// `needs_experts`.
+    ///
+    /// # Errors
+    /// `Usage`.
+    pub fn check_expert(&self, size: usize, needs_experts: bool) -> Result<()> {
+        let count = self.feeds().filter_map(Feed::experts).map(|experts| experts.count).fold(0, gcd);
+        if size <= 1 || (count == 0 && !needs_experts) {
+            return Ok(());
+        }
+        if count == 0 {
+            let message = format!("expert = {size} has no use for {}, which has no experts", self.family.name);
+            return Err(Error::usage(message).hint("set mesh.expert to 1"));
+        }
+        if !count.is_multiple_of(size) {
+            let works: Vec<String> = (1..=count).filter(|n| count.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+            let message = format!("expert = {size} does not divide the model's {count} experts");
+            return Err(Error::usage(message).hint(format!("set mesh.expert to one of {}", works.join(", "))));
+        }
+        if self.tuning.as_ref().is_some_and(|tuning| !tuning.has_equal_experts(count)) {
+            let message = format!("expert = {size} needs experts that all train or are all frozen");
+            return Err(Error::usage(message).hint("set mesh.expert to 1, or change model.freeze"));
+        }
+        Ok(())
+    }
+
     /// The query heads of a layer, and the key heads of a delta rule. If layers differ, the greatest common divisor of
     /// their numbers.
     fn heads_together(&self) -> usize {

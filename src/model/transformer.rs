@@ -22,9 +22,8 @@ use crate::ops::{embedding, scale};
 use crate::tensor::{Indices, Tensor};
 use std::sync::Arc;
 
-/// The units of the parameter table, in order: the embedding, each layer, the final norm with the head.
+/// The first unit of the parameter table.
 const EMBEDDING: usize = 0;
-const FIRST_LAYER: usize = 1;
 
 /// The source of keys and values.
 pub enum Keys<'a> {
@@ -56,7 +55,11 @@ pub struct Transformer {
     pub(super) head: ParamId,
     /// The ranks that share the rows of embedding and head.
     pub(super) tensor: Group,
+    /// The ranks that hold the other experts of each layer.
+    expert: Group,
     blocks: Vec<Block>,
+    /// The unit of each block, and of the last norm. A block's experts are in the units after it.
+    units: Vec<usize>,
     cache_groups: Vec<CacheGroup>,
     /// The norm after the last block.
     norm: Norm,
@@ -114,13 +117,15 @@ impl Transformer {
         let (device, part) = (table.device(), TensorPart::from_group(&axes.tensor));
         let (own, layers) = ParamTable::with_layers(device, arch, table.head(), part, table.base());
         assert!(own.is_laid_out_as(table), "the table must list this rank's part");
-        let Layers { embedding, blocks, norm, head } = layers;
+        let Layers { embedding, blocks, units, norm, head } = layers;
         Self {
             arch: arch.clone(),
             embedding,
             head,
             tensor: axes.tensor.clone(),
+            expert: axes.expert.clone(),
             blocks,
+            units,
             cache_groups: CacheGroup::of_arch(arch),
             norm,
             ring: Ring::new(axes),
@@ -220,7 +225,7 @@ impl Transformer {
     fn embedded(&self, w: &Weights, tokens: Indices) -> Tensor {
         let unit = w.unit(EMBEDDING);
         let mut x = Tensor::scratch_on(self.device, tokens.len(), self.arch.width);
-        w.prefetch(FIRST_LAYER);
+        w.prefetch(self.units[0]);
         embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.embedding), &mut x);
         drop((unit, tokens));
         self.tensor.sum_slice(x.slice_mut());
@@ -245,10 +250,10 @@ impl Transformer {
     ) -> (Tensor, (Tensor, Tensor), Vec<BlockSaved>) {
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
-            let unit = w.unit(FIRST_LAYER + i);
-            self.prefetch_after(w, FIRST_LAYER + i);
+            let unit = w.unit(self.units[i]);
+            self.prefetch_after(w, i);
             kept.extend(block.forward(
-                self.context(&unit, positions),
+                self.context(w, &unit, positions),
                 &mut x,
                 keys.of_layer(i, self.group_of(i)),
                 keep,
@@ -280,18 +285,19 @@ impl Transformer {
         grads.begin(last);
         let unit = w.unit(last);
         self.prefetch_backward(w);
-        self.norm.backward(self.context(&unit, positions), &x, &rstd, &dhidden, &mut dx, grads);
+        self.norm.backward(self.context(w, &unit, positions), &x, &rstd, &dhidden, &mut dx, grads);
         drop(unit);
         grads.finish(last);
         drop((x, dhidden));
         for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
-            let unit = FIRST_LAYER + i;
-            grads.begin(unit);
+            let unit = self.units[i];
             let values = w.unit(unit);
-            if unit > FIRST_LAYER {
-                w.prefetch(unit - 1);
-            }
-            block.backward(self.context(&values, positions), packed, kept, &mut dx, grads);
+            // The gradients of experts come first. They begin those of the rest of the layer.
+            let last = unit + block.expert_units();
+            grads.begin(last);
+            let before = if i > 0 { self.units[i - 1] } else { unit };
+            (unit + 1..=last).rev().chain([before]).for_each(|unit| w.prefetch(unit));
+            block.backward(self.context(w, &values, positions), packed, kept, &mut dx, grads);
             grads.finish(unit);
         }
         grads.begin(EMBEDDING);
@@ -346,14 +352,14 @@ impl Transformer {
 
     /// The unit of the final norm and of an untied head.
     fn last_unit(&self) -> usize {
-        FIRST_LAYER + self.blocks.len()
+        self.units[self.blocks.len()]
     }
 
-    /// Starts to gather the units that a forward uses after layer unit `unit`. After the last layer, this includes a
-    /// tied head.
-    fn prefetch_after(&self, w: &Weights, unit: usize) {
-        w.prefetch(unit + 1);
-        if unit + 1 == self.last_unit() {
+    /// Starts to gather the units that a forward uses after that of layer `layer`: its experts and the next layer. After
+    /// the last layer, this includes a tied head.
+    fn prefetch_after(&self, w: &Weights, layer: usize) {
+        (self.units[layer] + 1..=self.units[layer + 1]).for_each(|unit| w.prefetch(unit));
+        if layer + 1 == self.blocks.len() {
             w.prefetch(w.table.unit_of(self.head));
         }
     }
@@ -361,12 +367,12 @@ impl Transformer {
     /// Starts to gather the first units of a backward after the head: the final norm and the last layer.
     pub(super) fn prefetch_backward(&self, w: &Weights) {
         w.prefetch(self.last_unit());
-        w.prefetch(self.last_unit() - 1);
+        w.prefetch(self.units[self.blocks.len() - 1]);
     }
 
-    fn context<'a>(&'a self, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
-        let Self { ropes, tensor, ring, routers, .. } = self;
-        Context { w, positions, ropes, tensor, ring, routers }
+    fn context<'a>(&'a self, weights: &'a Weights, w: &'a Unit<'a>, positions: &'a Indices<'a>) -> Context<'a> {
+        let Self { ropes, tensor, expert, ring, routers, .. } = self;
+        Context { w, weights, positions, ropes, tensor, expert, ring, routers }
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {

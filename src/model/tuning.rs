@@ -19,6 +19,20 @@ pub struct Tuning {
     pub init: AdapterInit,
 }
 
+impl Tuning {
+    /// Whether of each matrix of a layer's `count` experts either all experts train theirs or none does.
+    pub(super) fn has_equal_experts(&self, count: usize) -> bool {
+        let mut trained: BTreeMap<[&str; 2], usize> = BTreeMap::new();
+        for (layer, of_expert) in self.whole.iter().filter_map(|name| name.split_once(".experts.")) {
+            // A tensor of all experts has no number.
+            if let Some((_, matrix)) = of_expert.split_once('.').filter(|(e, _)| e.parse::<usize>().is_ok()) {
+                *trained.entry([layer, matrix]).or_default() += 1;
+            }
+        }
+        trained.values().all(|experts| *experts == count)
+    }
+}
+
 /// y = W x + b + s B (A x), with A (rank, inputs) and B (outputs, rank).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adapter {

@@ -11,11 +11,11 @@ pub mod reshard;
 mod unit;
 
 use self::in_use::{Held, InUse};
-use self::partition::{Partition, Shards};
+use self::partition::{Partition, Shards, Streams};
 use self::quantized::{QuantizedUnit, QuantizedUnits};
 use self::unit::check_cut;
 use super::params::ParamTable;
-use crate::comm::{Pending, Stream};
+use crate::comm::Pending;
 use crate::device::Device;
 use crate::device::cuda::{Arg, owned_by, owner};
 use crate::sys::lock::lock;
@@ -34,8 +34,8 @@ pub use self::unit::UnitValues;
 
 /// The owner of their memory.
 const ON_USE: &str = "gathered units";
-/// The largest number of prefetched units: the next one and, after the last layer, a tied head's.
-const PREFETCHED_MAX: usize = 2;
+/// The largest number of prefetched units: a layer's experts (two), the next layer and, after the last one, a tied head's.
+const PREFETCHED_MAX: usize = 4;
 
 /// All parameters of one model, in the working dtype.
 pub struct Weights {
@@ -55,15 +55,18 @@ pub struct Weights {
 /// The state for gathering units on use.
 struct Gathered {
     partition: Arc<Partition>,
-    stream: Arc<Stream>,
+    streams: Streams,
+    /// Whether units are gathered on use (stage 3). Otherwise a rank only lacks experts that it does not compute.
+    on_use: bool,
     cache: Mutex<Cache>,
 }
 
 impl Gathered {
     /// `None` if each rank holds all weights.
     fn new(shards: &Shards) -> Option<Self> {
-        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
-        shards.weights().then(|| Self { partition, stream, cache: Mutex::default() })
+        let (partition, streams, on_use) = (shards.partition.clone(), shards.streams.clone(), shards.weights());
+        let is_sharded = (0..partition.units()).any(|unit| shards.is_part(unit));
+        is_sharded.then(|| Self { partition, streams, on_use, cache: Mutex::default() })
     }
 }
 
@@ -162,9 +165,10 @@ impl Weights {
         weights
     }
 
-    /// The partition of units over ranks, if each rank holds only its ranges.
-    pub(super) fn partition(&self) -> Option<&Arc<Partition>> {
-        self.gathered.as_ref().map(|gathered| &gathered.partition)
+    /// The partition of units over ranks, if a rank holds only a part of this one.
+    pub(super) fn partition(&self, unit: usize) -> Option<&Arc<Partition>> {
+        let gathered = self.gathered.as_ref().filter(|all| all.on_use || all.partition.is_divided(unit));
+        gathered.map(|gathered| &gathered.partition)
     }
 
     /// The bytes of all values in the layout of `table`, without the base.
@@ -175,9 +179,14 @@ impl Weights {
         table.units().iter().enumerate().map(of).sum()
     }
 
-    /// Whether this rank holds only its ranges and gathers units on use.
+    /// Whether this rank holds only a part of the weights.
     pub fn is_sharded(&self) -> bool {
         self.gathered.is_some()
+    }
+
+    /// Whether this rank holds only its ranges, and gathers units on use.
+    pub(super) fn gathers_on_use(&self) -> bool {
+        self.gathered.as_ref().is_some_and(|gathered| gathered.on_use)
     }
 
     /// The parameters of unit `index`, those of the base included. If weights are sharded, this is a collective, unless the unit is also the last
@@ -228,9 +237,11 @@ impl Weights {
         self.quantized.as_ref().and_then(|all| all.units[unit].as_ref())
     }
 
-    /// How to gather a unit on use, unless it is here. A unit of frozen parameters alone has nothing to gather.
+    /// How to gather a unit on use, unless all of it is here that this rank computes. A unit of frozen parameters alone has
+    /// nothing to gather.
     fn gathered_on_use(&self, unit: usize) -> Option<&Gathered> {
-        self.gathered.as_ref().filter(|_| !self.table.units()[unit].is_empty())
+        let is_gathered = |gathered: &&Gathered| gathered.on_use && gathered.partition.shares(unit).len() > 1;
+        self.gathered.as_ref().filter(is_gathered).filter(|_| !self.table.units()[unit].is_empty())
     }
 
     /// Starts to gather unit `index` in the background for the next `unit(index)`. Does nothing if weights are not
@@ -254,14 +265,15 @@ impl Weights {
     /// Starts to gather a unit of which this rank holds a range, into memory of `owner`.
     fn gather(&self, gathered: &Gathered, unit: usize, owner: &'static str) -> Pending<Whole> {
         let partition = gathered.partition.clone();
+        let stream = gathered.streams.of(&partition, unit);
         if let Some(quantized) = self.quantized_unit(unit) {
             let job = owned_by(owner, || quantized.gathering(partition.place()));
-            return gathered.stream.submit(|group| Whole::Quantized(Arc::new(job(group))));
+            return stream.submit(|group| Whole::Quantized(Arc::new(job(group))));
         }
-        let scratch = || UnitValues::padded_scratch(&self.table, unit, self.dtype, partition.padded_len(unit));
-        let mut values = owned_by(owner, scratch);
+        let (range, len) = (partition.shared(unit), partition.padded_len(unit));
+        let mut values = owned_by(owner, || UnitValues::padded_scratch(&self.table, range, self.dtype, len));
         values.copy_part(self.local(unit));
-        gathered.stream.submit(move |group| {
+        stream.submit(move |group| {
             values.gather(group, partition.shares(unit));
             Whole::Values(Arc::new(values))
         })
@@ -416,7 +428,7 @@ impl Weights {
         self.units[unit].wait();
         let mut values = std::mem::replace(&mut self.units[unit], absent);
         let partition = shards.partition.clone();
-        let job = shards.stream.submit(move |group| {
+        let job = shards.streams.of(&partition, unit).submit(move |group| {
             values.gather(group, partition.shares(unit));
             values
         });
@@ -438,6 +450,6 @@ fn room(table: &Arc<ParamTable>, unit: usize, dtype: DType, shards: &Shards) -> 
         UnitValues::part_scratch(table, shards.partition.own(unit), dtype)
     } else {
         // Padded if the ranks gather it after an update.
-        UnitValues::padded_scratch(table, unit, dtype, shards.updated.padded_len(unit))
+        UnitValues::padded_scratch(table, shards.updated.shared(unit), dtype, shards.updated.padded_len(unit))
     }
 }

@@ -22,10 +22,17 @@ pub struct Routing {
     chosen: Vec<u32>,
     /// The row of each row of experts (s).
     rows: Vec<u32>,
-    /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1).
-    ends: Vec<usize>,
+    /// The rows of experts by expert.
+    pub groups: Groups,
     /// The row of experts of each chosen one (t, k).
     places: Vec<u32>,
+}
+
+/// Rows that are sorted by expert.
+#[derive(Clone, Debug)]
+pub struct Groups {
+    /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1).
+    ends: Vec<usize>,
 }
 
 impl Routing {
@@ -38,20 +45,18 @@ impl Routing {
         // A null device leaves this choice, in which all experts have equally many rows.
         let mut chosen: Vec<u32> = (0..experts as u32).cycle().take(t * k).collect();
         cpu::router::forward(logits.data_mut(), experts, renormalizes, &mut chosen, weights.data_mut());
-        let mut ends = vec![0; experts + 1];
+        let mut counts = vec![0; experts];
         for &e in &chosen {
-            ends[e as usize + 1] += 1;
+            counts[e as usize] += 1;
         }
-        for e in 0..experts {
-            ends[e + 1] += ends[e];
-        }
-        let (mut next, mut rows, mut places) = (ends.clone(), vec![0; t * k], vec![0; t * k]);
+        let groups = Groups::new(counts);
+        let (mut next, mut rows, mut places) = (groups.ends.clone(), vec![0; t * k], vec![0; t * k]);
         for (i, &e) in chosen.iter().enumerate() {
             let place = &mut next[e as usize];
             (rows[*place], places[i]) = ((i / k) as u32, *place as u32);
             *place += 1;
         }
-        Self { probabilities: logits, weights, renormalizes, chosen, rows, ends, places }
+        Self { probabilities: logits, weights, renormalizes, chosen, rows, groups, places }
     }
 
     /// The number of rows of all experts, s.
@@ -64,32 +69,11 @@ impl Routing {
         &self.chosen
     }
 
-    /// The number of rows of each expert (E).
-    pub fn counts(&self) -> impl Iterator<Item = usize> {
-        self.ends.windows(2).map(|ends| ends[1] - ends[0])
-    }
-
     /// The rows of x (t, d) for all experts (s, d).
     pub fn gather(&self, x: &Tensor) -> Tensor {
         let mut rows = x.as_wide(self.row_count());
         super::rows::gather(x, &Indices::from(&self.rows[..]), &mut rows);
         rows
-    }
-
-    /// y (s, n) = x (s, k) W_e^T for each of several lists of one matrix for each expert.
-    pub fn forward_each<const N: usize>(&self, x: &Tensor, w: [&[Weight]; N]) -> [Tensor; N] {
-        const OP: &str = "experts::forward_each";
-        let (s, k, bf16) = (self.row_count(), w[0][0].k, is_bf16(w[0]));
-        check(OP, "x", x, s, k);
-        let mut y = w.map(|w| x.like(s, w[0].n));
-        for w in w {
-            self.note(w);
-        }
-        let panels = w.map(|w| panels(OP, w));
-        let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, bf16));
-        let panels = panels.each_ref().map(|panels| &panels[..]);
-        cpu::grouped::forward(x.data(), &self.ends, panels, y.each_mut().map(Tensor::data_mut), &mut scratch);
-        y
     }
 
     /// x (t, d) = c + sum_i weight_i y[i] over the chosen experts of each row, with y (s, d). `c` is its addend, or 0. The
@@ -112,6 +96,79 @@ impl Routing {
             Addend::Values(c) => cpu::matmul::Addend::Values(c.data()),
         };
         cpu::experts::combine(y.data(), y.width(), &self.places, weights.map(Tensor::data), c, x.data_mut());
+    }
+
+    /// The weight of each row of experts (s, 1).
+    pub fn row_weights(&self) -> Tensor {
+        let mut weights = Tensor::scratch(self.row_count(), 1);
+        for (&place, weight) in self.places.iter().zip(self.weights.data()) {
+            weights.data_mut()[place as usize] = *weight;
+        }
+        weights
+    }
+
+    /// The gradient of the weights (t, k) from that of `row_weights` (s, 1).
+    pub fn of_row_weights(&self, slopes: &Tensor) -> Tensor {
+        let mut found = Tensor::scratch(self.weights.rows(), self.weights.width());
+        for (&place, slope) in self.places.iter().zip(found.data_mut()) {
+            *slope = slopes.data()[place as usize];
+        }
+        found
+    }
+
+    /// The gradient of the router's logits (t, E), given that of the weights (t, k) and, if there is a loss of the
+    /// probabilities, its slope by the probability of each expert, the same for all rows.
+    pub fn backward(&self, dweights: &Tensor, slope: Option<&[f32]>) -> Tensor {
+        let (t, experts) = (self.probabilities.rows(), self.probabilities.width());
+        check("experts::backward", "dweights", dweights, t, self.weights.width());
+        let mut dlogits = self.probabilities.like(t, experts);
+        let of_weights = (&self.chosen[..], self.weights.data(), dweights.data());
+        cpu::router::backward(
+            self.probabilities.data(),
+            experts,
+            self.renormalizes,
+            of_weights,
+            slope,
+            dlogits.data_mut(),
+        );
+        dlogits
+    }
+}
+
+impl Groups {
+    /// Groups with these numbers of rows (E).
+    pub fn new(counts: Vec<usize>) -> Self {
+        let mut ends = vec![0; counts.len() + 1];
+        for (e, count) in counts.into_iter().enumerate() {
+            ends[e + 1] = ends[e] + count;
+        }
+        Self { ends }
+    }
+
+    /// The number of rows of all experts, s.
+    pub fn row_count(&self) -> usize {
+        self.ends[self.ends.len() - 1]
+    }
+
+    /// The number of rows of each expert (E).
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        self.ends.windows(2).map(|ends| ends[1] - ends[0])
+    }
+
+    /// y (s, n) = x (s, k) W_e^T for each of several lists of one matrix for each expert.
+    pub fn forward_each<const N: usize>(&self, x: &Tensor, w: [&[Weight]; N]) -> [Tensor; N] {
+        const OP: &str = "experts::forward_each";
+        let (s, k, bf16) = (self.row_count(), w[0][0].k, is_bf16(w[0]));
+        check(OP, "x", x, s, k);
+        let mut y = w.map(|w| x.like(s, w[0].n));
+        for w in w {
+            self.note(w);
+        }
+        let panels = w.map(|w| panels(OP, w));
+        let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, bf16));
+        let panels = panels.each_ref().map(|panels| &panels[..]);
+        cpu::grouped::forward(x.data(), &self.ends, panels, y.each_mut().map(Tensor::data_mut), &mut scratch);
+        y
     }
 
     /// dx (s, k) = dy (s, n) W_e, or dx += with `add`.
@@ -138,42 +195,6 @@ impl Routing {
         cpu::grouped::backward_weight(dy.data(), x.data(), &self.ends, [n, k], &mut dw, dtype == DType::Bf16);
     }
 
-    /// From dact = W^T dy (s, f): multiplies act and dact by their row's weight, and returns the gradient of the weights
-    /// (t, k), the dot products of act and dact. Then dact is the gradient of act, and dy^T act that of W.
-    pub fn weigh(&self, act: &mut Tensor, dact: &mut Tensor) -> Tensor {
-        check("experts::weigh", "act", act, self.row_count(), dact.width());
-        check("experts::weigh", "dact", dact, self.row_count(), act.width());
-        let [mut weights, mut dweights] = [Tensor::scratch(self.row_count(), 1), Tensor::scratch(self.row_count(), 1)];
-        for (&place, weight) in self.places.iter().zip(self.weights.data()) {
-            weights.data_mut()[place as usize] = *weight;
-        }
-        let width = act.width();
-        cpu::experts::weigh(act.data_mut(), dact.data_mut(), width, weights.data(), dweights.data_mut());
-        let mut found = Tensor::scratch(self.weights.rows(), self.weights.width());
-        for (&place, slope) in self.places.iter().zip(found.data_mut()) {
-            *slope = dweights.data()[place as usize];
-        }
-        found
-    }
-
-    /// The gradient of the router's logits (t, E), given that of the weights (t, k) and, if there is a loss of the
-    /// probabilities, its slope by the probability of each expert, the same for all rows.
-    pub fn backward(&self, dweights: &Tensor, slope: Option<&[f32]>) -> Tensor {
-        let (t, experts) = (self.probabilities.rows(), self.probabilities.width());
-        check("experts::backward", "dweights", dweights, t, self.weights.width());
-        let mut dlogits = self.probabilities.like(t, experts);
-        let of_weights = (&self.chosen[..], self.weights.data(), dweights.data());
-        cpu::router::backward(
-            self.probabilities.data(),
-            experts,
-            self.renormalizes,
-            of_weights,
-            slope,
-            dlogits.data_mut(),
-        );
-        dlogits
-    }
-
     /// Counts the products of all rows with their matrices for a plan.
     fn note(&self, w: &[Weight]) {
         let (n, k) = (w[0].n, w[0].k);
@@ -197,4 +218,15 @@ fn is_bf16(w: &[Weight]) -> bool {
 
 fn panels<'a>(op: &str, w: &[Weight<'a>]) -> Vec<cpu::matmul::Panels<'a>> {
     w.iter().map(|w| matmul::panels(op, w)).collect()
+}
+
+/// From dact = W^T dy (s, f) of rows with `weights` (s, 1): multiplies act and dact by their row's weight, and returns
+/// the gradient of the weights (s, 1), the dot products of act and dact. Then dact is the gradient of act, and dy^T act
+/// that of W.
+pub fn weigh(act: &mut Tensor, dact: &mut Tensor, weights: &Tensor) -> Tensor {
+    check("experts::weigh", "act", act, weights.rows(), dact.width());
+    check("experts::weigh", "dact", dact, weights.rows(), act.width());
+    let (width, mut dweights) = (act.width(), Tensor::scratch(weights.rows(), 1));
+    cpu::experts::weigh(act.data_mut(), dact.data_mut(), width, weights.data(), dweights.data_mut());
+    dweights
 }

@@ -352,7 +352,12 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         if fixed(mesh.data).is_some_and(|n| n != data) || data * rest != world {
             continue;
         }
-        let mesh = Mesh { data, pipeline, sequence, tensor };
+        let mesh = Mesh { data, pipeline, sequence, tensor, expert: mesh.expert };
+        let parts = job.parts(world)?;
+        let fits = |ranks: usize| Mesh { data: ranks / rest, ..mesh }.check_expert().is_ok();
+        if !parts.iter().all(|(_, ranks)| fits(ranks.len())) {
+            continue;
+        }
         for zero in stages(job, data * sequence) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
                 found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::from_offload(&job.config.mesh.offload) });

@@ -36,7 +36,7 @@ pub fn check_cuts(
     archs: &Archs,
     roles: &[RoleName],
     ranks: usize,
-    [tensor, sequence, rollout]: [usize; 3],
+    [tensor, sequence, expert, rollout]: [usize; 4],
 ) -> Result<()> {
     let divides = |size: usize| ranks.is_multiple_of(size * sequence);
     for (role, _, arch) in archs.0.iter().filter(|(role, ..)| roles.contains(role)) {
@@ -44,6 +44,8 @@ pub fn check_cuts(
         arch.check_tensor_where(tensor, divides)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         arch.check_sequence(sequence)
+            .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        arch.check_expert(expert, *role == RoleName::Actor)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         if matches!(role, RoleName::Actor | RoleName::Rollout) {
             arch.check_tensor_where(rollout, |size| ranks.is_multiple_of(size))
@@ -59,7 +61,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let (mesh, rollout) = (&job.config.mesh, &job.config.rollout);
     let [tensor, sequence, of_rollout] =
         [mesh.tensor, mesh.sequence, rollout.tensor].map(|axis| fixed(axis).unwrap_or(1));
-    let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, [tensor, sequence, of_rollout]);
+    let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, [tensor, sequence, mesh.expert, of_rollout]);
     if let Err(error) = cuts.and_then(|()| rollout.layout(&Mesh::data_only(smallest)).map(drop)) {
         return error;
     }

@@ -84,7 +84,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
         let samples = [RoleName::Actor, RoleName::Rollout].iter().any(|role| placement.roles.contains(role));
         let rollout = if samples { wanted.layout(&mesh)? } else { mesh };
-        let cuts = [mesh.tensor, mesh.sequence, rollout.tensor];
+        let cuts = [mesh.tensor, mesh.sequence, mesh.expert, rollout.tensor];
         check_cuts(&archs, &placement.roles, placement.ranks.len(), cuts)?;
         Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
     };

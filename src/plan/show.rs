@@ -400,13 +400,13 @@ fn key(stage: Stage) -> String {
 
 fn placed(placed: &Placed) -> Value {
     let layout = &placed.layout;
-    let Mesh { data, pipeline, sequence, tensor } = layout.mesh;
+    let Mesh { data, pipeline, sequence, tensor, expert } = layout.mesh;
     let of_phase = |peak: &Peak| json!({ "bytes": peak.bytes, "tensors": peak.parts });
     let phases: Value = placed.memory.peaks.iter().map(|(phase, peak)| (phase.name(), of_phase(peak))).collect();
     json!({
         "roles": placed.roles.iter().map(|role| role.name()).collect::<Vec<_>>(),
         "ranks": [placed.ranks.start, placed.ranks.end],
-        "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "zero": layout.zero },
+        "mesh": { "data": data, "pipeline": pipeline, "sequence": sequence, "tensor": tensor, "expert": expert, "zero": layout.zero },
         "rollout": { "tensor": layout.rollout_tensor, "data": layout.rollout_data() },
         "swap": {
             "optimizer": layout.swap.has_state(), "roles": layout.swap.roles,

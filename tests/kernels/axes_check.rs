@@ -21,7 +21,7 @@ const LIMIT_MS: &str = "EMULATED_LIMIT_MS";
 pub fn scene(scene: &str, world: &World) {
     let sizes: Vec<usize> = scene.split(' ').map(|size| size.parse().expect("a size")).collect();
     let [data, sequence, tensor] = sizes[..] else { panic!("no scene {scene}") };
-    let axes = Axes::split_mesh(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor });
+    let axes = Axes::split_mesh(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor, expert: 1 });
     let all = [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },

@@ -1,7 +1,7 @@
 //! Mixtures of experts: the choice of experts, and their products, which have the bits of one product for each expert.
 
 use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, same_on_threads_and_levels, wide};
-use rlhf_hpc::ops::experts::{Addend, Routing};
+use rlhf_hpc::ops::experts::{self, Addend, Routing};
 use rlhf_hpc::ops::matmul::{self, Into};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, Weight, WeightMut};
 
@@ -58,14 +58,14 @@ fn the_products_of_experts_have_the_bits_of_one_product_for_each() {
             let [w, other] = [&w, &other].map(|all| all.iter().map(|w| w.weight(dtype)).collect::<Vec<Weight>>());
             let len = Layout::Panel.len(n, k);
             let run = || -> Vec<Vec<f32>> {
-                let [y, second] = routing.forward_each(&xs, [&w, &other]);
+                let [y, second] = routing.groups.forward_each(&xs, [&w, &other]);
                 let mut dx = Tensor::from_slice(xs.rows(), k, &vec![f32::NAN; xs.rows() * k]);
-                routing.backward_input(&dys, &w, &mut dx, false);
-                routing.backward_input(&dys, &other, &mut dx, true);
+                routing.groups.backward_input(&dys, &w, &mut dx, false);
+                routing.groups.backward_input(&dys, &other, &mut dx, true);
                 let mut dw = vec![0.25; experts * len];
                 let each =
                     dw.chunks_mut(len).map(|values| WeightMut { n, k, layout: Layout::Panel, values: values.into() });
-                routing.backward_weight(&dys, &xs, each.collect(), dtype);
+                routing.groups.backward_weight(&dys, &xs, each.collect(), dtype);
                 [y.data(), second.data(), dx.data(), &dw].map(<[f32]>::to_vec).into()
             };
             let got = run();
@@ -152,7 +152,7 @@ fn of_experts_with_equal_logits_those_with_the_lowest_indices_are_chosen() {
     let logits = Tensor::from_slice(2, 5, &[0.5, 1.0, 0.5, 1.0, 0.5, -0.0, 0.0, 0.0, 0.0, 0.0]);
     let routing = Routing::new(logits, 3, true);
     assert_eq!(routing.chosen(), [0, 1, 3, 0, 1, 2]);
-    assert_eq!(routing.counts().collect::<Vec<_>>(), [2, 2, 1, 1, 0]);
+    assert_eq!(routing.groups.counts().collect::<Vec<_>>(), [2, 2, 1, 1, 0]);
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn a_row_is_the_weighted_sum_of_its_experts_in_ascending_order_onto_its_addend()
     let routing = Routing::new(logits(rows, experts, &mut numbers), k, false);
     let (y, c) = (numbers.tensor(routing.row_count(), width), numbers.tensor(rows, width));
     let starts: Vec<usize> =
-        routing.counts().scan(0, |end, count| Some(std::mem::replace(end, *end + count))).collect();
+        routing.groups.counts().scan(0, |end, count| Some(std::mem::replace(end, *end + count))).collect();
     let own = sorted(&routing, experts);
     let sum = |row: usize, column: usize, weighted: bool| {
         let of = |(i, e): (usize, &u32)| {
@@ -193,7 +193,8 @@ fn the_gradient_of_a_weight_is_the_product_of_its_expert_with_the_slope() {
     let routing = Routing::new(logits(rows, experts, &mut numbers), k, true);
     let (act, dact) = (numbers.tensor(routing.row_count(), width), numbers.tensor(routing.row_count(), width));
     let (mut weighed, mut dweighed) = (act.clone(), dact.clone());
-    let dweights = routing.weigh(&mut weighed, &mut dweighed);
+    let slopes = experts::weigh(&mut weighed, &mut dweighed, &routing.row_weights());
+    let dweights = routing.of_row_weights(&slopes);
     let own = sorted(&routing, experts);
     let mut at = 0;
     for (e, rows) in own.iter().enumerate() {

@@ -3,6 +3,7 @@
 use crate::Test;
 use crate::checkpoints::Shared;
 use crate::models::arch;
+use crate::tensor_models::eight_experts;
 use crate::weights::sharded;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
@@ -45,15 +46,25 @@ fn given() -> [u64; 2] {
 /// Models that were loaded or made for any layout.
 fn exports(world: &World) {
     let (n, seed) = (world.size, 7);
-    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
-    let layouts = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 3), (mesh(1, n / 2, 2), 1), (mesh(1, 1, n), 0)];
-    // Embedding and head of the first model are sent in several pieces. The last model gets a new head.
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor, expert: 1 };
+    let experts = |expert, mesh| Mesh { expert, ..mesh };
+    let layouts = [
+        (experts(n, mesh(n, 1, 1)), 3),
+        (mesh(n / 2, 1, 2), 3),
+        (experts(n / 2, mesh(1, n / 2, 2)), 1),
+        (experts(2, mesh(n, 1, 1)), 3),
+        (mesh(1, 1, n), 0),
+    ];
+    // Embedding and head of the first dense model are sent in several pieces. The last one gets a new head.
     for (family, tied, head, dtype, vocabulary) in [
+        ("qwen3_moe", false, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::Value, DType::F32, 97),
     ] {
-        let arch = arch(family, &json!({"vocab_size": vocabulary, "tie_word_embeddings": tied}));
+        let mut keys = if family == "qwen3_moe" { eight_experts() } else { json!({}) };
+        (keys["vocab_size"], keys["tie_word_embeddings"]) = (vocabulary.into(), tied.into());
+        let arch = arch(family, &keys);
         let root = Shared::new(world);
         let written = |name: &str| std::fs::read(root.path().join(name).join("model.safetensors")).expect("an export");
         let load = |axes: &Axes, stage| {

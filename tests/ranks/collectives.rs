@@ -134,7 +134,7 @@ fn agree(world: &World) {
 }
 
 fn axes(world: &World) {
-    let mesh = Mesh { data: 2, pipeline: 1, sequence: 1, tensor: 2 };
+    let mesh = Mesh { data: 2, pipeline: 1, sequence: 1, tensor: 2, expert: 1 };
     let axes = Axes::split_mesh(&world.group(), &mesh);
     assert_eq!((axes.data.rank(), axes.data.size()), (world.rank / 2, 2));
     assert_eq!((axes.tensor.rank(), axes.tensor.size()), (world.rank % 2, 2));

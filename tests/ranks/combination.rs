@@ -1,9 +1,9 @@
 //! Every legal product of axes, at every ZeRO stage: PPO's step on the same samples is that of one rank.
 
 use crate::Test;
-use crate::layouts::{Left, Setting, assert_near, config, samples, texts, tuning, update, whole};
+use crate::layouts::{Left, Setting, assert_near, attention, config, samples, texts, tuning, update, whole};
 use crate::models::arch;
-use crate::tensor_models::{self, capped, experts, long};
+use crate::tensor_models::{self, capped, eight_experts, experts, long};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
@@ -20,6 +20,7 @@ use std::sync::Arc;
 pub const TESTS: &[Test] = &[
     Test { name: "every combination of axes on eight ranks has the step of one rank", ranks: &[8], check: everywhere },
     Test { name: "models with other norms, caps and ropes have the step of one rank", ranks: &[8], check: dense },
+    Test { name: "experts on several ranks have the step of one rank", ranks: &[8], check: divided },
     Test { name: "adapters on a frozen base have the step of one rank on any axes", ranks: &[8], check: adapted },
     Test {
         name: "a step clipped by its norm equals one rank's on any combination of axes",
@@ -52,7 +53,7 @@ fn products(ranks: usize) -> Vec<Mesh> {
     let divisors = |n: usize| (1..=n).filter(move |d| n.is_multiple_of(*d));
     let mesh = |tensor: usize| {
         let left = ranks / tensor;
-        divisors(left).map(move |sequence| Mesh { data: left / sequence, pipeline: 1, sequence, tensor })
+        divisors(left).map(move |sequence| Mesh { data: left / sequence, pipeline: 1, sequence, tensor, expert: 1 })
     };
     divisors(ranks).flat_map(mesh).collect()
 }
@@ -101,7 +102,7 @@ fn everywhere(world: &World) {
 
 /// Tests families whose layers differ, each on a few meshes.
 fn dense(world: &World) {
-    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor, expert: 1 };
     let few: [&[(Mesh, &[usize])]; 4] = [
         &[(mesh(1, 1, 8), &[1]), (mesh(2, 2, 2), &[3])],
         &[(mesh(4, 2, 1), &[2])],
@@ -115,13 +116,31 @@ fn dense(world: &World) {
     }
 }
 
+/// Tests an expert axis next to each other axis, with stages that shard, and with few tokens: some ranks have none of an
+/// expert.
+fn divided(world: &World) {
+    let mesh = |data, sequence, tensor, expert| Mesh { data, pipeline: 1, sequence, tensor, expert };
+    let layouts: [(Mesh, &[usize]); 5] = [
+        (mesh(8, 1, 1, 8), &[1, 3]),
+        (mesh(8, 1, 1, 2), &[2, 3]),
+        (mesh(4, 1, 2, 4), &[3]),
+        (mesh(2, 2, 2, 4), &[1]),
+        (mesh(4, 2, 1, 2), &[2]),
+    ];
+    let mixture = arch("qwen3_moe", &eight_experts());
+    compare(world, &mixture, config(PolicyLossKind::Clip), &layouts);
+    // Experts on a frozen base, which trains nothing of them.
+    let arch = Arch { tuning: Some(Arc::new(attention())), ..mixture };
+    compare(world, &arch, config(PolicyLossKind::Clip), &layouts[1..3]);
+}
+
 /// Tests adapters on a frozen base, with every stage.
 fn adapted(world: &World) {
     let turn = |(i, mesh): (usize, Mesh)| (mesh, &[0, 1, 2, 3][i % 4..=i % 4]);
     let all: Vec<(Mesh, &[usize])> = products(world.size).into_iter().enumerate().map(turn).collect();
     let arch = Arch { tuning: Some(Arc::new(tuning())), ..arch("llama", &json!({})) };
     compare(world, &arch, config(PolicyLossKind::Clip), &all);
-    let mesh = Mesh { data: world.size, pipeline: 1, sequence: 1, tensor: 1 };
+    let mesh = Mesh { data: world.size, pipeline: 1, sequence: 1, tensor: 1, expert: 1 };
     compare(world, &arch, config(PolicyLossKind::Clip), &[(mesh, &[0, 1, 2, 3])]);
 }
 
@@ -158,6 +177,6 @@ fn pretraining(_world: &World) {
 fn clipped(world: &World) {
     let mut config = config(PolicyLossKind::Clip);
     (config.optim.actor.clip_norm, config.optim.actor.weight_decay) = (0.01, 0.1);
-    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor, expert: 1 };
     compare(world, &arch("qwen3", &json!({})), config, &[(mesh(1, 1, 8), &[0]), (mesh(2, 2, 2), &[1, 3])]);
 }

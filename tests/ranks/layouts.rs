@@ -174,6 +174,14 @@ pub fn tuning() -> Tuning {
     }
 }
 
+/// The part of `tuning` that a model without MLPs has.
+pub fn attention() -> Tuning {
+    let mut tuning = tuning();
+    tuning.adapters.retain(|name, _| name.contains("self_attn"));
+    tuning.whole.retain(|name| !name.contains("mlp"));
+    tuning
+}
+
 /// A vector of the learner by parameter, put together from the ranges and parts of all ranks, bit for bit. Copies of
 /// tensor ranks that sum gradients with others may part by rounding.
 pub fn whole(learner: &Learner, what: Vector, axes: &Axes) -> Vec<(String, Vec<f32>)> {

@@ -4,6 +4,7 @@ use crate::Test;
 use crate::checkpoints::Shared;
 use crate::layouts::{Setting, config, samples, whole};
 use crate::models::arch;
+use crate::tensor_models::eight_experts;
 use rlhf_hpc::checkpoint::{Checkpoint, Keep, Manifest, ModelVectors, Payload, newest, save, vector_name};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
@@ -67,8 +68,15 @@ fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpo
 /// Layouts of all ranks, of half of them, and of one. A rank outside of a half has no axes there.
 fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
     let (n, half) = (world.size, world.size / 2);
-    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor };
-    let all = [(mesh(n, 1, 1), 3), (mesh(n / 2, 1, 2), 1), (mesh(n / 4, 2, 2), 2), (mesh(n / 4, 1, 4), 3)];
+    let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor, expert: 1 };
+    let experts = |expert, mesh| Mesh { expert, ..mesh };
+    let all = [
+        (experts(2, mesh(n, 1, 1)), 3),
+        (experts(2, mesh(n / 2, 1, 2)), 1),
+        (experts(2, mesh(n / 4, 2, 2)), 2),
+        (mesh(n / 4, 1, 4), 3),
+        (experts(4, mesh(n, 1, 1)), 1),
+    ];
     let fewer = [(mesh(half, 1, 1), 3), (mesh(half / 2, 1, 2), 0), (mesh(1, half, 1), 2)];
     let on = |ranks: usize| move |(mesh, stage)| (world.axes_of(0..ranks, &mesh), mesh, stage);
     let mut layouts: Vec<_> = all.into_iter().map(on(n)).chain(fewer.into_iter().map(on(half))).collect();
@@ -78,15 +86,17 @@ fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
 
 fn elsewhere(world: &World) {
     let setting = |family, head, dtype| Setting {
-        arch: arch(family, &json!({})),
+        arch: arch(family, &if family == "qwen3_moe" { eight_experts() } else { json!({}) }),
         head,
         dtype,
         config: config(PolicyLossKind::Clip),
     };
     let settings = [
-        setting("llama", Head::LanguageModel, DType::F32),
+        setting("qwen3_moe", Head::LanguageModel, DType::F32),
         setting("qwen3", Head::LanguageModel, DType::Bf16),
         setting("llama", Head::Value, DType::F32),
+        setting("llama", Head::LanguageModel, DType::F32),
+        setting("qwen3_moe", Head::Value, DType::Bf16),
     ];
     let layouts = layouts(world);
     let of_all = layouts.iter().filter(|(_, mesh, _)| mesh.ranks() == world.size);

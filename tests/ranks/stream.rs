@@ -194,7 +194,7 @@ fn members(group: &Group, world: &World) -> Vec<usize> {
 
 fn parts(world: &World) {
     let cut = world.size - 1;
-    let first = Mesh { data: cut, pipeline: 1, sequence: 1, tensor: 1 };
+    let first = Mesh { data: cut, pipeline: 1, sequence: 1, tensor: 1, expert: 1 };
     let of_first = world.axes_of(0..cut, &first);
     let of_last = world.axes_of(cut..world.size, &Mesh::data_only(1));
     assert_eq!((of_first.is_some(), of_last.is_some()), (world.rank < cut, world.rank == cut));

@@ -77,6 +77,11 @@ pub fn experts() -> Value {
     json!({"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]})
 }
 
+/// The same with eight experts in both layers.
+pub fn eight_experts() -> Value {
+    json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40})
+}
+
 /// Keys of phi3: heads of 8 columns, of which 6 are rotated, with LongRoPE.
 pub fn long() -> Value {
     json!({"hidden_size": 64, "head_dim": 8, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,

@@ -88,7 +88,7 @@ fn experts(meter: &mut Meter, name: &str, [n, k]: [usize; 2], spec: &ExpertsSpec
         logits.row_mut(i)[chosen] = 1.0;
     }
     let routing = Routing::new(logits, spec.top_k, spec.renormalizes);
-    let s = routing.row_count();
+    let (s, groups) = (routing.row_count(), &routing.groups);
     let len = Layout::Panel.len(n, k);
     let (x, dy, mut gradients) = (filled(s, k), filled(s, n), Buffer::zeros(count * len));
     let mut gradient = Buffer::zeros(len);
@@ -97,18 +97,18 @@ fn experts(meter: &mut Meter, name: &str, [n, k]: [usize; 2], spec: &ExpertsSpec
     let weights: Vec<Weight> = matrices.iter().map(Matrix::weight).collect();
     let mut measure = |what: &str, work: &mut dyn FnMut()| meter.short(&format!("{name} {what}"), None, cost, work);
     let (of_experts, of_one) = (format!("{count} x {rows} x {n} x {k}"), format!("{s} x {n} x {k}"));
-    measure(&format!("experts {of_experts}"), &mut || drop(routing.forward_each(&x, [&weights])));
+    measure(&format!("experts {of_experts}"), &mut || drop(groups.forward_each(&x, [&weights])));
     measure(&format!("one product {of_one}"), &mut || {
         matmul::forward(&x, weights[0], None, &mut y, Into::Overwrite);
     });
-    measure(&format!("experts dx {of_experts}"), &mut || routing.backward_input(&dy, &weights, &mut dx, false));
+    measure(&format!("experts dx {of_experts}"), &mut || groups.backward_input(&dy, &weights, &mut dx, false));
     measure(&format!("one product dx {of_one}"), &mut || {
         matmul::backward_input(&dy, weights[0], &mut dx, Into::Overwrite);
     });
     measure(&format!("experts dW {of_experts}"), &mut || {
         let dw =
             gradients.chunks_mut(len).map(|values| WeightMut { n, k, layout: Layout::Panel, values: values.into() });
-        routing.backward_weight(&dy, &x, dw.collect(), dtype);
+        groups.backward_weight(&dy, &x, dw.collect(), dtype);
     });
     measure(&format!("one product dW {of_one}"), &mut || {
         let dw = WeightMut { n, k, layout: Layout::Panel, values: (&mut gradient).into() };

@@ -49,8 +49,10 @@ impl<'a> Collector<'a> {
         let size = axes.tensor.size();
         let part = |rank| weights.table.for_part(arch, TensorPart { rank, size });
         let tables: Vec<ParamTable> = (0..size).map(part).collect();
-        let sharing = if weights.is_sharded() { axes.zero.size() } else { 1 };
-        let partitions = tables.iter().map(|table| Partition::new(table.units(), 0, sharing)).collect();
+        let [sharing, experts] = if weights.is_sharded() { [axes.zero.size(), axes.expert.size()] } else { [1; 2] };
+        let partition =
+            |table: &ParamTable| Partition::with_experts(table.units(), table.units_of_experts(), 0, sharing, experts);
+        let partitions = tables.iter().map(partition).collect();
         Self { weights, axes, tables, partitions, staging: Staging::default() }
     }
 

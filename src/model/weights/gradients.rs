@@ -1,8 +1,8 @@
 //! The gradients of all parameters, f32, unit by unit. With ZeRO stages 0 and 1 they are sums of whole units, which are
 //! reduced once. With stages 2 and 3 they are sums of this rank's ranges: every unit is reduced after its backward.
 
-use super::partition::{Partition, Shards};
-use crate::comm::{Axes, Pending, Stream};
+use super::partition::{Partition, Shards, Streams};
+use crate::comm::{Axes, Pending};
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::owned_by;
 use crate::model::params::{ParamId, ParamTable};
@@ -16,7 +16,7 @@ pub struct Gradients {
     /// For each unit, the sums of the whole unit or of this rank's range.
     sums: Vec<Flat>,
     partition: Arc<Partition>,
-    stream: Arc<Stream>,
+    streams: Streams,
     /// Units whose reduction over ranks is in progress.
     in_flight: VecDeque<(usize, Pending<Flat>)>,
     mode: Mode,
@@ -51,7 +51,7 @@ impl Gradients {
 
     /// All zeros, on the device of the table.
     pub fn for_shards(table: Arc<ParamTable>, shards: &Shards) -> Self {
-        let (partition, stream) = (shards.partition.clone(), shards.stream.clone());
+        let (partition, streams) = (shards.partition.clone(), shards.streams.clone());
         let sums = (0..partition.units()).map(|_| Flat::none()).collect();
         let mode = if shards.gradients() {
             Mode::Ranges(None)
@@ -59,7 +59,7 @@ impl Gradients {
             let next = partition.units();
             Mode::Whole(Whole { everywhere: !shards.optimizer(), last: false, lowest: next, next })
         };
-        let mut all = Self { table, sums, partition, stream, in_flight: VecDeque::new(), mode };
+        let mut all = Self { table, sums, partition, streams, in_flight: VecDeque::new(), mode };
         // On a GPU they take memory from the first minibatch on.
         if !all.table.device().frees_between_phases() {
             all.take_memory();
@@ -169,7 +169,7 @@ impl Gradients {
             return;
         }
         let partition = self.partition.clone();
-        let job = self.stream.submit(move |group| {
+        let job = self.streams.of(&self.partition, unit).submit(move |group| {
             group.sum_scattered(&mut sum, partition.shares(unit), order);
             if everywhere {
                 group.gather_slice(sum.all_mut(), partition.shares(unit));
@@ -186,7 +186,7 @@ impl Gradients {
             let (sum, unit) = (&mut self.sums[u], job.wait());
             match &self.mode {
                 Mode::Whole(_) => *sum = unit,
-                Mode::Ranges(_) => residual::accumulate(unit.slice(self.partition.own_cut(u)), sum.all_mut()),
+                Mode::Ranges(_) => residual::accumulate(unit.slice(self.partition.own_share(u)), sum.all_mut()),
             }
         }
     }
@@ -222,7 +222,7 @@ impl Gradients {
     pub fn own(&self, unit: usize) -> Slice<'_> {
         let sum = &self.sums[unit];
         match &self.mode {
-            Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_cut(unit)),
+            Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_share(unit)),
             Mode::Whole(_) => sum.slice(0..self.partition.unit(unit).len()),
             Mode::Ranges(_) => sum.all(),
         }
@@ -263,7 +263,7 @@ impl Gradients {
     pub fn weight_mut(&mut self, id: ParamId) -> WeightMut<'_> {
         let (u, spec) = (self.table.unit_of(id), self.table.spec(id));
         let ((n, k), layout) = (spec.dims(), spec.layout);
-        let at = spec.offset - self.partition.unit(u).start;
+        let at = spec.offset - self.partition.shared(u).start;
         let range = at..at + spec.len;
         WeightMut { n, k, layout, values: self.open_unit(u).slice_mut(range) }
     }
@@ -272,7 +272,7 @@ impl Gradients {
     pub fn weights_mut(&mut self, ids: &[ParamId]) -> Vec<WeightMut<'_>> {
         let Some(first) = ids.first() else { return Vec::new() };
         let (table, u) = (self.table.clone(), self.table.unit_of(*first));
-        let mut end = self.partition.unit(u).start;
+        let mut end = self.partition.shared(u).start;
         let mut rest = self.open_unit(u).all_mut().f32();
         let mut next = |id: &ParamId| {
             let spec = table.spec(*id);

@@ -9,9 +9,12 @@ use std::sync::Arc;
 /// in blocks of the same size, so no block is split and the norm does not depend on the number of ranks.
 pub const BLOCK: usize = 4096;
 
-/// One range per rank of every unit, in rank order. A unit's memory is padded to the same number of whole blocks for
-/// each rank, so that collectives have equal shares. A rank's range is its share without the padding. The flat vector
-/// has no padding: checkpoints do not depend on the number of ranks.
+/// One range per rank of every unit. The ranks that share memory of a unit pad it to the same number of whole blocks for
+/// each, so that collectives have equal shares. A rank's range is its share without the padding. The flat vector has no
+/// padding: checkpoints do not depend on the number of ranks.
+///
+/// All ranks share a unit, in rank order. On an expert axis of X ranks, those with the same rank on it share its part of
+/// a unit of experts, which is one of X equal parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -24,9 +27,11 @@ pub struct Partition {
 struct Part {
     /// The unit in the flat vector.
     flat: Range<usize>,
-    /// Each rank's share of the padded unit, counted from the unit's start.
+    /// What this rank and those that share with it hold of the unit, counted from the unit's start.
+    held: Range<usize>,
+    /// The share of each rank that shares with this one in the padded memory of `held`, counted from its start.
     shares: Vec<Range<usize>>,
-    /// Each rank's range: its share without the padding.
+    /// The range of each rank, counted from the unit's start: its share without the padding.
     cuts: Vec<Range<usize>>,
     /// The start of this rank's range among its ranges laid end to end.
     at: usize,
@@ -35,18 +40,30 @@ struct Part {
 impl Partition {
     /// `units` cover a flat vector in order.
     pub fn new(units: &[Range<usize>], rank: usize, ranks: usize) -> Self {
-        assert!(rank < ranks, "rank {rank} of {ranks}");
+        Self::with_experts(units, &vec![false; units.len()], rank, ranks, 1)
+    }
+
+    /// The same, with an expert axis of `axis` ranks, which divides the units of experts. Neighbours differ on it.
+    pub fn with_experts(units: &[Range<usize>], of_experts: &[bool], rank: usize, ranks: usize, axis: usize) -> Self {
+        assert!(rank < ranks && ranks.is_multiple_of(axis), "rank {rank} of {ranks}, {axis} of them for experts");
         let mut own_len = 0;
         let mut parts = Vec::with_capacity(units.len());
-        for unit in units {
+        for (unit, of_experts) in units.iter().zip(of_experts) {
+            let parts_of = if *of_experts { axis } else { 1 };
+            let (len, sharing) = (unit.len() / parts_of, ranks / parts_of);
+            assert!(unit.len().is_multiple_of(parts_of), "{} elements for {axis} ranks of experts", unit.len());
             // A rank alone has nothing to share, and pads nothing.
-            let each = if ranks == 1 { unit.len() } else { unit.len().div_ceil(BLOCK).div_ceil(ranks) * BLOCK };
-            let shares: Vec<Range<usize>> = (0..ranks).map(|r| r * each..(r + 1) * each).collect();
-            let within = |share: &Range<usize>| share.start.min(unit.len())..share.end.min(unit.len());
-            let cuts: Vec<Range<usize>> = shares.iter().map(within).collect();
+            let each = if sharing == 1 { len } else { len.div_ceil(BLOCK).div_ceil(sharing) * BLOCK };
+            let shares: Vec<Range<usize>> = (0..sharing).map(|r| r * each..(r + 1) * each).collect();
+            let cut = |rank: usize| {
+                let (start, share) = (rank % parts_of * len, &shares[rank / parts_of]);
+                start + share.start.min(len)..start + share.end.min(len)
+            };
+            let cuts: Vec<Range<usize>> = (0..ranks).map(cut).collect();
+            let held = rank % parts_of * len..(rank % parts_of + 1) * len;
             let at = own_len;
             own_len += cuts[rank].len();
-            parts.push(Part { flat: unit.clone(), at, shares, cuts });
+            parts.push(Part { flat: unit.clone(), held, at, shares, cuts });
         }
         Self { rank, ranks, units: parts, own_len }
     }
@@ -80,15 +97,32 @@ impl Partition {
         self.units[unit].flat.clone()
     }
 
-    /// The share of each rank, counted from the unit's start, for collectives over the unit's memory. All are equally
-    /// long.
+    /// Whether ranks hold different parts of the unit: experts on an expert axis.
+    pub fn is_divided(&self, unit: usize) -> bool {
+        self.units[unit].shares.len() < self.ranks
+    }
+
+    /// What this rank and those that share with it hold of the unit, in the flat vector.
+    pub fn shared(&self, unit: usize) -> Range<usize> {
+        let Part { flat, held, .. } = &self.units[unit];
+        flat.start + held.start..flat.start + held.end
+    }
+
+    /// The share of each rank that shares with this one, counted from the start of `shared`, for collectives over its
+    /// memory. All are equally long.
     pub fn shares(&self, unit: usize) -> &[Range<usize>] {
         &self.units[unit].shares
     }
 
-    /// The number of elements of a unit's memory, padding included.
+    /// The number of elements of the memory of `shared`, padding included.
     pub fn padded_len(&self, unit: usize) -> usize {
-        self.units[unit].shares[self.ranks - 1].end
+        self.units[unit].shares.last().map_or(0, |share| share.end)
+    }
+
+    /// This rank's range, counted from the start of `shared`.
+    pub fn own_share(&self, unit: usize) -> Range<usize> {
+        let (cut, start) = (self.own_cut(unit), self.units[unit].held.start);
+        cut.start - start..cut.end - start
     }
 
     /// The range of each rank, counted from the unit's start.
@@ -114,7 +148,7 @@ impl Partition {
     }
 }
 
-/// The ZeRO sharding of a table: the partition over the ranks of `axes.zero`, and the stream of their collectives.
+/// The ZeRO sharding of a table: the partition over the ranks of `axes.zero`, and the streams of their collectives.
 #[derive(Clone, Debug)]
 pub struct Shards {
     stage: usize,
@@ -122,18 +156,46 @@ pub struct Shards {
     pub partition: Arc<Partition>,
     /// The part that this rank's optimizer updates: its ranges, or everything at stage 0.
     pub updated: Arc<Partition>,
-    pub stream: Arc<Stream>,
+    pub streams: Streams,
+}
+
+/// The ranks that share a unit, in the background.
+#[derive(Clone, Debug)]
+pub struct Streams {
+    /// All ranks of the ZeRO axis.
+    all: Arc<Stream>,
+    /// Those that hold the same experts.
+    replicas: Arc<Stream>,
+}
+
+impl Streams {
+    /// The stream of the ranks that share a unit.
+    pub fn of(&self, partition: &Partition, unit: usize) -> &Arc<Stream> {
+        if partition.is_divided(unit) { &self.replicas } else { &self.all }
+    }
 }
 
 impl Shards {
     /// `stage` 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights. On one rank every stage is
     /// stage 0.
+    ///
+    /// # Panics
+    /// At stage 0 on several ranks of an expert axis.
     pub fn new(table: &ParamTable, axes: &Axes, stage: usize) -> Self {
         assert!(stage <= 3, "ZeRO has stages 0 to 3, not {stage}");
         let stage = if axes.zero.size() == 1 { 0 } else { stage };
-        let partition = Arc::new(Partition::new(table.units(), axes.zero.rank(), axes.zero.size()));
+        let (of_experts, experts) = (table.units_of_experts(), axes.expert.size());
+        assert!(stage > 0 || experts == 1, "stage 0 has no ranges, and an expert axis needs some");
+        let [rank, ranks] = [axes.zero.rank(), axes.zero.size()];
+        let partition = Arc::new(Partition::with_experts(table.units(), of_experts, rank, ranks, experts));
         let updated = if stage == 0 { Arc::new(Partition::whole(table.units())) } else { partition.clone() };
-        Self { stage, partition, updated, stream: axes.zero_stream.clone() }
+        let streams = Streams { all: axes.zero_stream.clone(), replicas: axes.replicas_stream.clone() };
+        Self { stage, partition, updated, streams }
+    }
+
+    /// Whether this rank holds only a part of the unit's weights.
+    pub fn is_part(&self, unit: usize) -> bool {
+        self.weights() || self.partition.is_divided(unit)
     }
 
     /// The ZeRO stage; 0 on one rank.

@@ -158,27 +158,30 @@ impl Reshard {
         union(self.own_table(), unit, mine.collect())
     }
 
-    /// The same for all ranks. `None` if each needs the whole part, which is then gathered in place.
-    fn all_needed(&self, unit: usize, dtype: DType) -> Option<Vec<Vec<Piece>>> {
+    /// The same for all ranks. `None` if each needs the whole part, which is then gathered in place, unless it
+    /// `is_divided`.
+    fn all_needed(&self, unit: usize, dtype: DType, is_divided: bool) -> Option<Vec<Vec<Piece>>> {
         let all: Vec<Vec<Piece>> = (0..self.all.len()).map(|zero| self.needed(zero, unit, dtype)).collect();
         let table = self.own_table();
         let whole: usize = table.parts(&table.units()[unit]).map(|(id, _)| table.spec(id).elements()).sum();
-        all.iter().any(|needed| len(needed) < whole).then_some(all)
+        (is_divided || all.iter().any(|needed| len(needed) < whole)).then_some(all)
     }
 
     /// Starts the transfer of a unit.
     fn start(&self, from: &Weights, unit: usize) -> Transfer {
         let (own, dtype) = (from.local(unit), from.dtype());
-        let partition = from.partition();
+        let partition = from.partition(unit);
+        // Ranks of an expert axis have different parts of a unit of experts, which are not gathered in place.
+        let is_divided = partition.is_some_and(|partition| partition.is_divided(unit));
         let begins = &self.own_table().units()[unit];
-        if self.same() && (partition.is_some() || self.from.len() > 1) {
+        if self.same() && !is_divided {
             self.receives(begins.len() - own.range().len());
             return Transfer::Same(self.gather_part(own, partition.cloned(), unit));
         }
         let Some(partition) = partition.cloned() else {
             return Transfer::Sent((self.from.len() > 1).then(|| self.send(unit, own.slice(), dtype)));
         };
-        if let Some(needed) = self.all_needed(unit, dtype) {
+        if let Some(needed) = self.all_needed(unit, dtype, is_divided) {
             return Transfer::Shared(self.share(&needed, own, &partition, unit));
         }
         self.receives(begins.len() - own.range().len());
@@ -194,7 +197,8 @@ impl Reshard {
     /// Gathers the new part if it equals this rank's old one.
     fn gather_part(&self, own: &UnitValues, partition: Option<Arc<Partition>>, unit: usize) -> Pending<UnitValues> {
         let padded_len = partition.as_ref().map_or_else(|| own.range().len(), |partition| partition.padded_len(unit));
-        let mut values = UnitValues::padded_scratch(&self.to, unit, own.dtype(), padded_len);
+        let range = self.to.units()[unit].clone();
+        let mut values = UnitValues::padded_scratch(&self.to, range, own.dtype(), padded_len);
         values.copy_part(own);
         self.zero.submit(move |group| {
             if let Some(partition) = partition {
@@ -208,9 +212,9 @@ impl Reshard {
     /// Exchanges over the ZeRO axis the values that each rank needs from the others' ranges.
     fn share(&self, needed: &[Vec<Piece>], own: &UnitValues, partition: &Partition, unit: usize) -> Pending<Flat> {
         let (cuts, rank) = (partition.cuts(unit), self.zero_rank);
-        let mine = &cuts[rank];
+        let (mine, start) = (&cuts[rank], own.range().start - partition.unit(unit).start);
         let from_here = |pieces: &[Piece]| -> Vec<Piece> {
-            within(pieces, mine).into_iter().map(|piece| Piece { at: piece.at - mine.start, ..piece }).collect()
+            within(pieces, mine).into_iter().map(|piece| Piece { at: piece.at - start, ..piece }).collect()
         };
         let sends = needed.iter().enumerate().map(|(r, all)| if r == rank { vec![] } else { from_here(all) });
         let lens = cuts.iter().enumerate().map(|(r, cut)| if r == rank { 0 } else { len(&within(&needed[rank], cut)) });
@@ -249,7 +253,7 @@ impl Reshard {
                 let mut place = part.all_mut();
                 place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
-                let cuts = from.partition().expect("shared weights have a partition").cuts(unit);
+                let cuts = from.partition(unit).expect("a shared unit has a partition").cuts(unit);
                 let mut start = 0;
                 for (_, cut) in cuts.iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);

@@ -42,12 +42,13 @@ impl RowCopies {
 impl UnitValues {
     /// A whole unit with unspecified values.
     pub fn scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType) -> Self {
-        Self::padded_scratch(table, unit, dtype, table.units()[unit].len())
+        Self::of_range(table, table.units()[unit].clone(), dtype)
     }
 
-    /// The same in memory of `padded_len` elements, padded by `Partition` for `gather`.
-    pub fn padded_scratch(table: &Arc<ParamTable>, unit: usize, dtype: DType, padded_len: usize) -> Self {
-        Self::new(table, table.units()[unit].clone(), padded_len, dtype, true)
+    /// The part `range` of a unit, whole parameters with unspecified values, in memory of `padded_len` elements, padded
+    /// by `Partition` for `gather`.
+    pub fn padded_scratch(table: &Arc<ParamTable>, range: Range<usize>, dtype: DType, padded_len: usize) -> Self {
+        Self::new(table, range, padded_len, dtype, true)
     }
 
     /// The part `range` of a unit with unspecified values, without the f32 copies that layers need.

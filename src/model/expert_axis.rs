@@ -1,0 +1,92 @@
+//! The ranks of the expert axis: each has equally many neighbouring experts of a layer, and all tokens of its own rows.
+//! Rows travel to the ranks of their experts and back (arXiv:2006.16668, section 3.2).
+//!
+//! A row's result does not depend on the rows beside it, and each token adds the results of its experts itself, in
+//! ascending order. So the bits of a forward are those of one rank with all experts.
+
+use crate::comm::Group;
+use crate::ops::experts::{Groups, Routing};
+use crate::ops::rows;
+use crate::tensor::{Indices, Tensor};
+use std::ops::Range;
+
+/// Where the rows of one layer's experts are computed.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    group: Group,
+    /// The rows that each rank gets of this rank's rows (s), which are sorted by expert.
+    sent: Vec<Range<usize>>,
+    /// The rows that this rank gets of each rank (r).
+    received: Vec<Range<usize>>,
+    /// For each row that this rank computes, the received row: sorted by expert, and by rank within each expert.
+    order: Vec<u32>,
+    /// The inverse of `order`.
+    inverse: Vec<u32>,
+    /// The rows that this rank computes, by expert.
+    pub groups: Groups,
+}
+
+/// The part of `experts` experts that rank `rank` of `ranks` has.
+pub(super) fn part(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
+    let each = experts / ranks;
+    rank * each..(rank + 1) * each
+}
+
+impl Exchange {
+    /// Tells all ranks of the axis how many rows they get. All of them call this.
+    pub(super) fn new(group: &Group, routing: &Routing) -> Self {
+        let counts: Vec<u64> = routing.groups.counts().map(|rows| rows as u64).collect();
+        let (own, ranks) = (part(counts.len(), group.rank(), group.size()), group.size());
+        let sums = |lens: Vec<u64>| -> Vec<Range<usize>> {
+            let mut end = 0;
+            let mut next = |len: u64| {
+                end += len as usize;
+                end - len as usize..end
+            };
+            lens.into_iter().map(&mut next).collect()
+        };
+        let sent = sums((0..ranks).map(|rank| counts[part(counts.len(), rank, ranks)].iter().sum()).collect());
+        let of_ranks = group.all_gather_numbers(&counts);
+        let pieces = sums(of_ranks.iter().flat_map(|counts| counts[own.clone()].iter().copied()).collect());
+        let received = pieces.chunks(own.len()).map(|of_rank| of_rank[0].start..of_rank[own.len() - 1].end).collect();
+        let by_expert = |e: usize| (0..ranks).flat_map(|rank| pieces[rank * own.len() + e].clone()).collect::<Vec<_>>();
+        let sorted: Vec<Vec<usize>> = (0..own.len()).map(by_expert).collect();
+        let groups = Groups::new(sorted.iter().map(Vec::len).collect());
+        let order: Vec<u32> = sorted.into_iter().flatten().map(|row| row as u32).collect();
+        let mut inverse = vec![0; order.len()];
+        (0..).zip(&order).for_each(|(place, row)| inverse[*row as usize] = place);
+        Self { group: group.clone(), sent, received, order, inverse, groups }
+    }
+
+    /// Sends each row (s, d) to the rank of its expert, and returns the rows that this rank computes.
+    pub(super) fn there(&self, x: Tensor) -> Tensor {
+        if self.group.size() == 1 {
+            return x;
+        }
+        permuted(&self.moved(&x, &self.sent, &self.received), &self.order)
+    }
+
+    /// The reverse of `there`.
+    pub(super) fn back(&self, y: Tensor) -> Tensor {
+        if self.group.size() == 1 {
+            return y;
+        }
+        self.moved(&permuted(&y, &self.inverse), &self.received, &self.sent)
+    }
+
+    fn moved(&self, x: &Tensor, to: &[Range<usize>], from: &[Range<usize>]) -> Tensor {
+        let width = x.width();
+        let values = |rows: &[Range<usize>]| -> Vec<Range<usize>> {
+            rows.iter().map(|rows| rows.start * width..rows.end * width).collect()
+        };
+        let mut y = x.as_wide(from.last().map_or(0, |rows| rows.end));
+        self.group.slice_to_all(x.slice(), &values(to), y.slice_mut(), &values(from));
+        y
+    }
+}
+
+fn permuted(x: &Tensor, order: &[u32]) -> Tensor {
+    let mut y = x.as_wide(order.len());
+    rows::gather(x, &Indices::from(order), &mut y);
+    y
+}
