@@ -166,6 +166,9 @@ pub struct Response {
     /// The steps whose updates made the sampling weights, each with its number of tokens, in order, if the rollout runs
     /// ahead. Empty: the previous step.
     pub weights: Vec<(u64, usize)>,
+    /// For each new token that was fed, a hash of the experts that it chose in all layers, or 0 if it is not known. Empty
+    /// without experts.
+    pub experts: Vec<u32>,
     /// The new tokens decoded, special tokens skipped.
     pub text: String,
     /// The additions of an environment, if the job has one.
@@ -294,9 +297,10 @@ impl Experience {
     }
 
     /// The bytes of the complete sample outside of tensors. Each response token has its id, two log-probabilities at
-    /// sampling, the reference's, and a value, KL, reward, advantage, return and mask.
+    /// sampling, the reference's, and a value, KL, reward, advantage, return and mask, and with experts their hash.
     pub fn bytes(&self) -> usize {
-        self.prompt.tokens.len() * 4 + self.response.tokens.len() * (9 * 4 + 1)
+        let Response { tokens, experts, .. } = &self.response;
+        self.prompt.tokens.len() * 4 + tokens.len() * (9 * 4 + 1) + size_of_val(&experts[..])
     }
 
     /// The bytes of the sampling masks, with their counters of copies.

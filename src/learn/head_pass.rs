@@ -26,8 +26,8 @@ impl Pass<'_> {
         let Pass { role, row, mut saved, grads, router_loss } = self;
         let Role { transformer: model, weights, .. } = role;
         let forward = || model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
-        let hidden = model.routers.counted(forward);
-        let mut pass = HeadPass { model, weights, row, hidden, grads: Some(grads), dhidden: None };
+        let (hidden, experts) = model.routers.traced(|| model.routers.counted(forward));
+        let mut pass = HeadPass { model, weights, row, hidden, experts, grads: Some(grads), dhidden: None };
         let found = head(&mut pass);
         let dhidden = pass.dhidden.expect("a head with a gradient");
         let grads = pass.grads.expect("set above");
@@ -45,6 +45,8 @@ pub struct HeadPass<'a> {
     row: &'a PackedRow,
     /// (tokens, d)
     hidden: Tensor,
+    /// A hash of the experts of each token, if the model has experts.
+    experts: Vec<u32>,
     /// `None` in a forward without a backward.
     grads: Option<&'a mut Gradients>,
     /// The gradient of `hidden`, after the head's backward.
@@ -56,7 +58,14 @@ impl<'a> HeadPass<'a> {
     pub fn forward(role: &'a Role, row: &'a PackedRow) -> Self {
         let Role { transformer: model, weights, .. } = role;
         let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), None);
-        Self { model, weights, row, hidden, grads: None, dhidden: None }
+        Self { model, weights, row, hidden, experts: Vec::new(), grads: None, dhidden: None }
+    }
+
+    /// A hash of the experts of each token before a predicted one, if the model has experts. Not in a forward without a
+    /// backward.
+    pub fn experts(&self) -> Vec<u32> {
+        let of_rows = self.row.rows.iter().filter(|_| !self.experts.is_empty());
+        of_rows.map(|row| self.experts[*row as usize]).collect()
     }
 
     /// Log-probabilities of the predicted tokens at `temperature`.

@@ -160,7 +160,7 @@ impl PackedRow {
 
     /// The values of this part's predicted tokens, from a list with one value for each predicted token of the whole
     /// row. An empty list stays empty.
-    pub fn select(&self, whole: &[f32]) -> Vec<f32> {
+    pub fn select<T: Copy>(&self, whole: &[T]) -> Vec<T> {
         if whole.is_empty() { Vec::new() } else { self.row_indices.iter().map(|&place| whole[place]).collect() }
     }
 

@@ -64,6 +64,9 @@ table! {
 
     ROUTER_ENTROPY = "router_entropy", "experts", Nats,
         "Mean entropy of the routers' probabilities of model.actor over tokens and layers, before each update of the step.";
+    EXPERTS_EQUAL = "experts_equal_ratio", "experts", Ratio,
+        "Share of the sampled tokens that chose the same experts in sampling and in the training forward, in every layer, on the first minibatch, \
+         before its update.";
     EXPERT_LOAD_MAX = "expert_load_max", "experts", One,
         "The largest load of an expert. Loads are over all layers: how often tokens chose the expert, divided by the even share. 1 is even.";
     EXPERT_LOAD_MIN = "expert_load_min", "experts", One, "The smallest load of an expert.";

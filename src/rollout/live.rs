@@ -19,6 +19,8 @@ pub(super) struct Live {
     pub top_logprobs: Vec<Vec<(u32, f32)>>,
     /// The set that each new token was sampled from. Empty if not requested.
     pub sampling_masks: Vec<SamplingMask>,
+    /// A hash of the experts of each new token that was fed.
+    experts: Vec<u32>,
     watch: Option<Watch>,
     /// The start of the turn, counted from the first new token.
     turn: usize,
@@ -56,6 +58,15 @@ impl Live {
             }
         }
         Ok(())
+    }
+
+    /// Records the experts of tokens from index `past` on, which were fed, unless they are the prompt's.
+    pub fn note_experts(&mut self, request: &Request, past: usize, hashes: impl Iterator<Item = u32>) {
+        let places = (past..).map(|at| at.checked_sub(request.tokens.len()));
+        for (new, hash) in places.zip(hashes).filter_map(|(new, hash)| Some((new?, hash))) {
+            self.experts.resize(self.experts.len().max(new + 1), 0);
+            self.experts[new] = hash;
+        }
     }
 
     pub fn new_tokens(&self, request: &Request) -> usize {
@@ -159,6 +170,7 @@ impl Live {
             logprobs: live.logprobs,
             sample_logprobs: live.sample_logprobs,
             sampling_masks: live.sampling_masks,
+            experts: live.experts,
             finish,
             weights: request.partial.as_ref().map_or_else(Vec::new, |partial| partial.weights.clone()),
             text,

@@ -393,7 +393,13 @@ impl Run<'_> {
             complete: feed.complete,
         };
         let fed: Vec<ForwardInput> = feeds.iter().map(fed).collect();
-        Ok(self.model.logits(self.cache, &fed, &mut self.outcome))
+        let forward = || self.model.logits(self.cache, &fed, &mut self.outcome);
+        let (logits, experts) = self.model.transformer.routers.traced(forward);
+        let mut hashes = experts.into_iter();
+        for &Chunk { sequence: s, past, tokens, .. } in feeds {
+            self.live[s].note_experts(&self.requests[s], past, hashes.by_ref().take(tokens));
+        }
+        Ok(logits)
     }
 
     /// The random key of a request: the call's key and the prompt's id, or its own key and no id.

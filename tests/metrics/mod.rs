@@ -62,6 +62,7 @@ fn sample(id: u64, n: usize) -> Experience {
             finish: if id.is_multiple_of(2) { Finish::Stop } else { Finish::Length },
             text: format!("response {id}"),
             sampling_masks: Vec::new(),
+            experts: Vec::new(),
             episode: None,
             score: None,
             top_logprobs: Vec::new(),

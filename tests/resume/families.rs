@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Makes `name`, a model of the shape of a golden one, for the tokenizer of the other tests.
-fn make(name: &str) {
+pub fn make(name: &str) {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name).join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(golden).expect("checked in")).expect("JSON");
     for (key, value) in [("vocab_size", 272.into()), ("eos_token_id", 0.into()), ("initializer_range", 0.2.into())] {
@@ -28,6 +28,8 @@ fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill()
         // All keys of config.json are used.
         assert!(ended.code == Some(0) && !ended.stderr.contains("unknown key"), "{name}: {}", ended.stderr);
         assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 20], "{name}");
+        let has_experts = ["mixtral", "qwen3_moe"].contains(&name);
+        assert_eq!(whole.numbers("experts_equal_ratio"), vec![1.0; if has_experts { 20 } else { 0 }], "{name}");
         let killed = job("killed");
         let mut running = killed.start();
         running.wait_until(|| killed.metrics().len() >= 6);

@@ -1,5 +1,6 @@
 //! Whole jobs on every axis of the mesh: the samples and numbers of one rank, and a resume on another layout.
 
+use crate::resume::families;
 use crate::resume::job::Job;
 
 /// Ranks and axes.
@@ -57,6 +58,35 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
             assert!(line["time_comm_exposed_s"].as_f64() > Some(0.0), "{layout}");
             assert!(line["time_train_slowest_ratio"].as_f64() >= Some(1.0), "{layout}");
         }
+    }
+}
+
+/// Experts of the golden model, whose layers have six.
+#[test]
+fn a_ppo_job_with_experts_on_several_ranks_has_the_metrics_of_one_rank_and_resumes_bitwise() {
+    families::make("qwen3_moe");
+    let sets = "model.actor=qwen3_moe job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
+                model.router_aux_loss_coef=0.01 checkpoint.every_steps=1";
+    let alone = Job::ppo("experts-alone").with(sets).done();
+    let layouts = [
+        (2, "mesh.expert=2"),
+        (4, "mesh.expert=2 mesh.zero=3 rollout.tensor=2"),
+        (3, "mesh.expert=3 mesh.zero=2"),
+        (4, "mesh.expert=2 mesh.tensor=2"),
+    ];
+    for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
+        let job = |run: &str| Job::ppo(&format!("experts-{i}-{run}")).on(ranks).with(sets).with(layout);
+        let whole = job("whole").done();
+        assert_near(&whole, &alone, layout);
+        if !layout.contains("rollout") {
+            assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 2], "{layout}");
+        }
+        assert_eq!(whole.numbers("experts_equal_ratio"), [1.0; 2], "{layout}");
+        let stopped = job("stopped");
+        for _ in 0..2 {
+            stopped.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
+        }
+        stopped.done().assert_same(&whole);
     }
 }
 

@@ -14,7 +14,7 @@ mod rollout_warnings;
 mod sft;
 mod step_reward;
 pub mod update;
-mod update_metrics;
+pub(super) mod update_metrics;
 
 use super::job::{self, Job};
 use super::models::ModelSpec;

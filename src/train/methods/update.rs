@@ -111,8 +111,9 @@ impl Objective for PolicyObjective<'_> {
         let Config { ppo, rollout, .. } = self.config;
         let all = PolicyColumns::new(self.config, self.samples, rows, self.totals);
         let columns = all.select(own);
-        let mut found = PolicySums::default();
+        let (mut found, mut experts) = (PolicySums::default(), Vec::new());
         let logprobs = pass.run(|head| {
+            experts = head.experts();
             // The ratio is that of the whole sequence, so all its log-probabilities are needed before any derivative.
             let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
                 let (logprobs, entropy) = head.logprobs_and_entropies(rollout.temperature);
@@ -132,7 +133,8 @@ impl Objective for PolicyObjective<'_> {
         });
         let learned = logprobs.iter().zip(&columns.old_logprobs).zip(&columns.weights).filter(|(_, w)| **w != 0.0);
         let gaps = learned.map(|((a, b), _)| f64::from((a - b).abs()));
-        Sums::from_list([
+        let mut sums = update_metrics::same_experts(self.samples, rows, own, &experts);
+        sums.add(&Sums::from_list([
             (keys::LOSS, found.loss),
             (keys::POLICY_LOSS, found.policy_loss),
             (POLICY_TOKENS, found.tokens as f64),
@@ -141,7 +143,8 @@ impl Objective for PolicyObjective<'_> {
             (keys::ENTROPY, found.entropy),
             (keys::KL_LOSS, found.kl),
             (keys::LOGPROB_GAP_MAX, gaps.fold(0.0, larger)),
-        ])
+        ]));
+        sums
     }
 }
 

@@ -1,6 +1,8 @@
 //! The metrics of PPO's updates.
 
+use crate::experience::{Experience, Response};
 use crate::learn::Learner;
+use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
 use crate::metrics::keys;
 use crate::model::Head;
@@ -8,6 +10,7 @@ use crate::model::Head;
 /// The counts that divide sums: tokens that are learned from, and optimizer steps.
 pub const POLICY_TOKENS: &str = "policy_tokens";
 pub const VALUE_TOKENS: &str = "value_tokens";
+const ROUTED_TOKENS: &str = "routed_tokens";
 const ACTOR_STEPS: &str = "actor_steps";
 const CRITIC_STEPS: &str = "critic_steps";
 
@@ -25,6 +28,7 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::KL_LOSS, POLICY_TOKENS),
     (keys::PTX_LOSS, ACTOR_STEPS),
     (keys::LOGPROB_GAP_MAX, ""),
+    (keys::EXPERTS_EQUAL, ROUTED_TOKENS),
     (keys::GRAD_NORM_ACTOR, ACTOR_STEPS),
     (keys::GRAD_NORM_ACTOR_MAX, ""),
     (keys::LR_ACTOR, ACTOR_STEPS),
@@ -34,6 +38,23 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::GRAD_NORM_CRITIC_MAX, ""),
     (keys::LR_CRITIC, CRITIC_STEPS),
 ];
+
+/// Compares the experts of tokens before those that `own`, a part of the samples `rows`, predicts with their experts at
+/// sampling: the number of equal ones, and of known ones.
+pub fn same_experts(samples: &[&Experience], rows: &[usize], own: &PackedRow, experts: &[u32]) -> Sums {
+    // The token before the first one is the prompt's.
+    let sampled = rows.iter().flat_map(|&i| {
+        let Response { tokens, experts, .. } = &samples[i].response;
+        (0..tokens.len()).map(|at| at.checked_sub(1).and_then(|at| experts.get(at)).copied().unwrap_or(0))
+    });
+    let sampled = own.select(&sampled.collect::<Vec<u32>>());
+    let known = sampled.iter().zip(experts).filter(|(sampled, _)| **sampled != 0);
+    let (equal, all) = known.fold((0.0, 0.0), |(equal, all), (a, b)| (equal + f64::from(u8::from(a == b)), all + 1.0));
+    if all == 0.0 { Sums::default() } else { Sums::from_list([(keys::EXPERTS_EQUAL, equal), (ROUTED_TOKENS, all)]) }
+}
+
+/// The measurements that compare training with sampling.
+pub const COMPARED: &[&str] = &[keys::LOGPROB_GAP_MAX, keys::EXPERTS_EQUAL, ROUTED_TOKENS];
 
 /// The measurements of the last optimizer step of the actor or the critic.
 pub fn of_step(learner: &Learner) -> Sums {

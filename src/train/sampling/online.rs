@@ -25,6 +25,7 @@ use crate::reward::rules::Rule;
 use crate::rng::{Purpose, Rng};
 use crate::text::Tokenizer;
 use crate::train::job::{Ended, Job, Step};
+use crate::train::methods::update_metrics;
 use crate::train::models::{JobModel, ModelSpec};
 use crate::train::placement;
 use crate::train::warnings::Warning;
@@ -305,8 +306,10 @@ impl<M: OnlineMethod> Online<M> {
                 placement::sums(&run.ranks, found)
             })?;
             if work.minibatches > 0 {
-                // Only the gap of the first minibatch is measured before any update.
-                found.0.remove(keys::LOGPROB_GAP_MAX);
+                // Only the first minibatch is compared with sampling before any update.
+                for key in update_metrics::COMPARED {
+                    found.0.remove(*key);
+                }
             }
             work.sums.add(&found);
             work.minibatches += 1;
