@@ -36,7 +36,7 @@ impl Ranks {
         let (placement, axes) = own.expect("every rank has a placement");
         let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
         let layout = &layouts[placement];
-        let is_same = layout.rollout_tensor == layout.mesh.tensor;
+        let is_same = layout.rollout_tensor == layout.mesh.tensor && layout.mesh.expert == 1;
         let rollout_axes = if is_same { axes.clone() } else { Axes::split_mesh(&axes.all, &layout.rollout()) };
         let all = world.group();
         let mut ranks = Self { together: all.clone(), all, world, placements, placement, layouts, axes, rollout_axes };

@@ -61,17 +61,17 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
     }
 }
 
-/// Experts of the golden model, whose layers have six.
+/// The layers have eight experts.
 #[test]
 fn a_ppo_job_with_experts_on_several_ranks_has_the_metrics_of_one_rank_and_resumes_bitwise() {
-    families::make("qwen3_moe");
-    let sets = "model.actor=qwen3_moe job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
+    families::make("qwen3_moe-stacked", "divided");
+    let sets = "model.actor=divided job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
                 model.router_aux_loss_coef=0.01 checkpoint.every_steps=1";
     let alone = Job::ppo("experts-alone").with(sets).done();
     let layouts = [
         (2, "mesh.expert=2"),
         (4, "mesh.expert=2 mesh.zero=3 rollout.tensor=2"),
-        (3, "mesh.expert=3 mesh.zero=2"),
+        (4, "mesh.expert=4 mesh.zero=2"),
         (4, "mesh.expert=2 mesh.tensor=2"),
     ];
     for (i, (ranks, layout)) in layouts.into_iter().enumerate() {

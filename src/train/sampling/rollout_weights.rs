@@ -18,7 +18,8 @@ pub struct RolloutWeights {
     reshard: Option<Reshard>,
     /// The same for the frozen base of weights that have one.
     reshard_base: Option<Reshard>,
-    /// The transformer over the ranks that share matrices in the rollout, if they differ from training's.
+    /// The transformer over the ranks that share matrices in the rollout, if they differ from training's, and without an
+    /// expert axis.
     transformer: Option<Transformer>,
     all: Group,
 }
@@ -66,7 +67,9 @@ impl RolloutWeights {
         let base = reshard_base.as_ref().map(Reshard::table);
         let reshard = moves.then(|| over(&actor.weights, base));
         let on_rollout = |reshard: &Reshard| Transformer::for_axes(arch, reshard.table(), rollout);
-        let transformer = reshard.as_ref().filter(|_| !same).map(on_rollout);
+        // No rank waits for another's tokens either.
+        let is_apart = !same || training.expert.size() > 1;
+        let transformer = reshard.as_ref().filter(|_| is_apart).map(on_rollout);
         Ok(Self { reshard, reshard_base, transformer, all: training.all.clone() })
     }
 
