@@ -15,6 +15,7 @@ use crate::device::Device;
 use crate::device::cpu::pool;
 use crate::device::cuda::attention::HEAD_DIMS;
 use crate::device::cuda::devices::{self, Found, NoGpu};
+use crate::device::cuda::experts::{CHOSEN_MAX, EXPERTS_MAX};
 use crate::device::cuda::kernels::must_compile;
 use crate::device::cuda::linear_logprob::VOCABULARY_MAX;
 use crate::device::cuda::rmsnorm::WIDTH_MAX;
@@ -22,7 +23,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, AttentionSpec, Head, ParamTable, TensorPart};
+use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -318,6 +319,11 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         format!("{what} has no GPU kernel")
     } else if let Some((name, width)) = widths.find(|(_, width)| !width.is_multiple_of(8)) {
         format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
+    } else if let Some(spec) = arch.feeds().find_map(Feed::experts).filter(|spec| !experts_fit(spec)) {
+        let (count, top_k) = (spec.count, spec.top_k);
+        format!(
+            "the number of experts must be a multiple of 8 up to {EXPERTS_MAX}, at most {CHOSEN_MAX} per token, {on_gpu} (got {count}, {top_k} per token)"
+        )
     } else if let Some((matrix, rank)) = adapters.find(|(_, rank)| !rank.is_multiple_of(8)) {
         format!("lora.rank must be a multiple of 8 {on_gpu} (got {rank} for {matrix})")
     } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {
@@ -331,6 +337,10 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     Err(Error::usage(what).hint("set job.device = \"cpu\""))
 }
 
+fn experts_fit(spec: &ExpertsSpec) -> bool {
+    spec.count.is_multiple_of(8) && spec.count <= EXPERTS_MAX && spec.top_k <= CHOSEN_MAX
+}
+
 /// What of an architecture no GPU kernel computes, by its key in config.json.
 fn without_kernel(arch: &Arch) -> Option<&'static str> {
     let [scores, queries] = ["attn_logit_softcapping", "llama_4_scaling_beta"];
@@ -339,9 +349,6 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     }
     if arch.attention().has_gate {
         return Some("attn_output_gate");
-    }
-    if arch.feeds().any(|feed| feed.experts().is_some()) {
-        return Some("num_experts_per_tok");
     }
     if arch.attentions().any(|layer| layer.softcap.is_some()) {
         return Some(scores);

@@ -86,7 +86,7 @@ impl Experts {
 
     /// Chooses the experts of each row of n.
     fn route(&self, c: Context, n: &Tensor) -> Routing {
-        let mut logits = n.like(n.rows(), self.spec.count);
+        let mut logits = n.statistics(n.rows(), self.spec.count);
         matmul::forward(n, c.w.operand(self.router, n.rows()), None, &mut logits, Into::Overwrite);
         let routing = Routing::new(logits, self.spec.top_k, self.spec.renormalizes);
         c.routers.note(&routing);

@@ -1,5 +1,6 @@
 //! What the routers of a model chose in its forwards, and the slope of a loss of their probabilities.
 
+use crate::device::Device;
 use crate::ops::experts::Routing;
 use crate::tensor::Tensor;
 use std::cell::{Cell, Ref, RefCell};
@@ -18,6 +19,19 @@ pub struct RouterSums {
 }
 
 impl RouterSums {
+    /// Adds the sums of a layer that a GPU computed, for so many rows.
+    fn add_from_gpu(&mut self, rows: usize, sums: &Tensor) {
+        let (experts, sums) = (sums.width(), sums.to_host());
+        self.chosen.resize(experts, 0);
+        self.probabilities.resize(experts, 0.0);
+        self.pairs += rows as u64;
+        for (e, (chosen, p)) in self.chosen.iter_mut().zip(&mut self.probabilities).enumerate() {
+            *chosen += sums[e] as u64;
+            *p += f64::from(sums[experts + e]);
+            self.entropy += f64::from(sums[2 * experts + e]);
+        }
+    }
+
     fn add(&mut self, routing: &Routing) {
         let experts = routing.probabilities.width();
         self.chosen.resize(experts, 0);
@@ -40,6 +54,8 @@ impl RouterSums {
 pub struct Routers {
     is_counting: Cell<bool>,
     sums: RefCell<RouterSums>,
+    /// Rows and sums of layers on a GPU, which the host has not read yet.
+    unread: RefCell<Vec<(usize, Tensor)>>,
     /// The slope of a loss by the probability of each expert, the same for all tokens and layers.
     slope: RefCell<Option<Vec<f32>>>,
     /// A hash of the experts of each row in the layers so far, in a forward that is traced.
@@ -61,12 +77,20 @@ impl Routers {
 
     /// The sums so far.
     pub fn sums(&self) -> Ref<'_, RouterSums> {
+        self.read();
         self.sums.borrow()
     }
 
     /// Takes the sums so far, and begins new ones.
     pub fn take(&self) -> RouterSums {
+        self.read();
         self.sums.take()
+    }
+
+    fn read(&self) {
+        for (rows, sums) in self.unread.take() {
+            self.sums.borrow_mut().add_from_gpu(rows, &sums);
+        }
     }
 
     /// Calls `backward`, which adds the gradient of a loss with this slope.
@@ -78,7 +102,7 @@ impl Routers {
     }
 
     /// Calls `forward`. Also returns a hash of the experts that each row chose in all layers, which is not 0; nothing if
-    /// no layer has experts.
+    /// no layer has experts, or on a GPU.
     pub fn traced<R>(&self, forward: impl FnOnce() -> R) -> (R, Vec<u32>) {
         self.traced.replace(Some(Vec::new()));
         let result = forward();
@@ -88,15 +112,19 @@ impl Routers {
 
     /// Counts the choices of one layer.
     pub(super) fn note(&self, routing: &Routing) {
-        if let Some(hashes) = &mut *self.traced.borrow_mut() {
-            let rows = routing.probabilities.rows();
-            hashes.resize(rows, FNV[0]);
-            for (hash, chosen) in hashes.iter_mut().zip(routing.chosen().chunks(routing.chosen().len() / rows.max(1))) {
+        // A graph that is captured cannot wait for the choices of a GPU.
+        let is_known = routing.probabilities.device() == Device::Cpu;
+        if let Some(hashes) = self.traced.borrow_mut().as_mut().filter(|_| is_known) {
+            hashes.resize(routing.probabilities.rows(), FNV[0]);
+            for (hash, chosen) in hashes.iter_mut().zip(routing.chosen().chunks(routing.weights.width())) {
                 *hash = chosen.iter().fold(*hash, |hash, expert| (hash ^ expert).wrapping_mul(FNV[1]));
             }
         }
         if self.is_counting.get() {
-            self.sums.borrow_mut().add(routing);
+            match routing.sums_on_gpu() {
+                Some(sums) => self.unread.borrow_mut().push((routing.probabilities.rows(), sums)),
+                None => self.sums.borrow_mut().add(routing),
+            }
         }
     }
 

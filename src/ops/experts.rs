@@ -1,11 +1,13 @@
-//! Mixtures of experts (arXiv:2401.04088, section 2): y = sum over the k chosen experts e of a row of g_e E_e(x). No GPU
-//! kernel supports them.
+//! Mixtures of experts (arXiv:2401.04088, section 2): y = sum over the k chosen experts e of a row of g_e E_e(x).
 //!
 //! The rows of experts are s = t k copies of the t rows, sorted by expert, and ascending within each expert. A row's sum
 //! over its experts is in ascending order of the experts, in f32.
 
 use super::{check, matmul};
-use crate::device::{cpu, null};
+use crate::device::cuda::experts::Choice;
+use crate::device::cuda::grouped::Groups as GroupsOnGpu;
+use crate::device::cuda::matmul::{self as gemm, Matrix, Way};
+use crate::device::{Device, cpu, cuda, null};
 use crate::dtype::DType;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Indices, Tensor, Weight, WeightMut};
@@ -18,6 +20,8 @@ pub struct Routing {
     /// The weights of the chosen experts (t, k).
     pub weights: Tensor,
     renormalizes: bool,
+    /// What follows, where a GPU chose. Then the host does not know it.
+    on_gpu: Option<Choice>,
     /// The chosen experts of each row (t, k), ascending.
     chosen: Vec<u32>,
     /// The row of each row of experts (s).
@@ -33,6 +37,8 @@ pub struct Routing {
 pub struct Groups {
     /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1).
     ends: Vec<usize>,
+    /// The same, where a GPU chose. Then the host does not know it.
+    on_gpu: Option<GroupsOnGpu>,
 }
 
 impl Routing {
@@ -41,7 +47,13 @@ impl Routing {
     pub fn new(mut logits: Tensor, k: usize, renormalizes: bool) -> Self {
         let (t, experts) = (logits.rows(), logits.width());
         assert!(k <= experts, "experts: {k} of {experts}");
-        let mut weights = Tensor::scratch(t, k);
+        let mut weights = logits.statistics(t, k);
+        if logits.device() == Device::Cuda {
+            let choice = Choice::new(logits.cuda_mut(), experts, renormalizes, weights.cuda_mut());
+            let groups = Groups { ends: Vec::new(), on_gpu: Some(choice.groups()) };
+            let ([chosen, rows, places], on_gpu) = ([(); 3].map(|()| Vec::new()), Some(choice));
+            return Self { probabilities: logits, weights, renormalizes, on_gpu, chosen, rows, groups, places };
+        }
         // A null device leaves this choice, in which all experts have equally many rows.
         let mut chosen: Vec<u32> = (0..experts as u32).cycle().take(t * k).collect();
         cpu::router::forward(logits.data_mut(), experts, renormalizes, &mut chosen, weights.data_mut());
@@ -56,23 +68,35 @@ impl Routing {
             (rows[*place], places[i]) = ((i / k) as u32, *place as u32);
             *place += 1;
         }
-        Self { probabilities: logits, weights, renormalizes, chosen, rows, groups, places }
+        Self { probabilities: logits, weights, renormalizes, on_gpu: None, chosen, rows, groups, places }
     }
 
     /// The number of rows of all experts, s.
     pub fn row_count(&self) -> usize {
-        self.rows.len()
+        self.weights.rows() * self.weights.width()
     }
 
-    /// The chosen experts of each row (t, k), ascending.
-    pub fn chosen(&self) -> &[u32] {
-        &self.chosen
+    /// The chosen experts of each row (t, k), ascending. Waits for a GPU that chose.
+    pub fn chosen(&self) -> Vec<u32> {
+        self.on_gpu.as_ref().map_or_else(|| self.chosen.clone(), Choice::chosen)
+    }
+
+    /// Of each expert: the number of its rows, the sum of its probabilities p, and that of -p ln p (3, E), where a GPU
+    /// chose.
+    pub fn sums_on_gpu(&self) -> Option<Tensor> {
+        let choice = self.on_gpu.as_ref()?;
+        let mut sums = self.probabilities.as_wide(3);
+        choice.sums(self.probabilities.cuda(), sums.cuda_mut());
+        Some(sums)
     }
 
     /// The rows of x (t, d) for all experts (s, d).
     pub fn gather(&self, x: &Tensor) -> Tensor {
         let mut rows = x.as_wide(self.row_count());
-        super::rows::gather(x, &Indices::from(&self.rows[..]), &mut rows);
+        match &self.on_gpu {
+            Some(choice) => cuda::copy::gather(x.cuda(), x.width(), choice.rows(), rows.cuda_mut()),
+            None => super::rows::gather(x, &Indices::from(&self.rows[..]), &mut rows),
+        }
         rows
     }
 
@@ -90,6 +114,14 @@ impl Routing {
     fn sum(&self, y: &Tensor, weights: Option<&Tensor>, c: Addend, x: &mut Tensor) {
         check("experts::combine", "y", y, self.row_count(), x.width());
         check("experts::combine", "x", x, self.weights.rows(), y.width());
+        if let Some(choice) = &self.on_gpu {
+            let c = match c {
+                Addend::Nothing => gemm::Addend::Nothing,
+                Addend::Result => gemm::Addend::Result,
+                Addend::Values(c) => gemm::Addend::Matrix(matmul::matrix(c)),
+            };
+            return choice.combine(y.cuda(), weights.map(Tensor::cuda), c, x.cuda_mut());
+        }
         let c = match c {
             Addend::Nothing => cpu::matmul::Addend::Nothing,
             Addend::Result => cpu::matmul::Addend::Result,
@@ -100,7 +132,11 @@ impl Routing {
 
     /// The weight of each row of experts (s, 1).
     pub fn row_weights(&self) -> Tensor {
-        let mut weights = Tensor::scratch(self.row_count(), 1);
+        let mut weights = self.weights.statistics(self.row_count(), 1);
+        if let Some(choice) = &self.on_gpu {
+            choice.spread(self.weights.cuda(), weights.cuda_mut());
+            return weights;
+        }
         for (&place, weight) in self.places.iter().zip(self.weights.data()) {
             weights.data_mut()[place as usize] = *weight;
         }
@@ -109,7 +145,11 @@ impl Routing {
 
     /// The gradient of the weights (t, k) from that of `row_weights` (s, 1).
     pub fn of_row_weights(&self, slopes: &Tensor) -> Tensor {
-        let mut found = Tensor::scratch(self.weights.rows(), self.weights.width());
+        let mut found = self.weights.as_wide(self.weights.rows());
+        if let Some(choice) = &self.on_gpu {
+            choice.collect(slopes.cuda(), found.cuda_mut());
+            return found;
+        }
         for (&place, slope) in self.places.iter().zip(found.data_mut()) {
             *slope = slopes.data()[place as usize];
         }
@@ -122,6 +162,11 @@ impl Routing {
         let (t, experts) = (self.probabilities.rows(), self.probabilities.width());
         check("experts::backward", "dweights", dweights, t, self.weights.width());
         let mut dlogits = self.probabilities.like(t, experts);
+        if let Some(choice) = &self.on_gpu {
+            let of_weights = [self.weights.cuda(), dweights.cuda()];
+            choice.backward(self.probabilities.cuda(), of_weights, slope, dlogits.cuda_mut());
+            return dlogits;
+        }
         let of_weights = (&self.chosen[..], self.weights.data(), dweights.data());
         cpu::router::backward(
             self.probabilities.data(),
@@ -142,15 +187,15 @@ impl Groups {
         for (e, count) in counts.into_iter().enumerate() {
             ends[e + 1] = ends[e] + count;
         }
-        Self { ends }
+        Self { ends, on_gpu: None }
     }
 
     /// The number of rows of all experts, s.
     pub fn row_count(&self) -> usize {
-        self.ends[self.ends.len() - 1]
+        self.on_gpu.as_ref().map_or_else(|| self.ends[self.ends.len() - 1], GroupsOnGpu::row_count)
     }
 
-    /// The number of rows of each expert (E).
+    /// The number of rows of each expert (E), where the host knows it.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         self.ends.windows(2).map(|ends| ends[1] - ends[0])
     }
@@ -163,6 +208,12 @@ impl Groups {
         let mut y = w.map(|w| x.like(s, w[0].n));
         for w in w {
             self.note(w);
+        }
+        if let Some(groups) = &self.on_gpu {
+            let mut results = y.iter_mut();
+            let lists = w.map(|w| (matrices(OP, w), matmul::matrix_mut(results.next().expect("one for each list"))));
+            cuda::grouped::forward(Way::Chosen, matmul::matrix(x), groups, lists);
+            return y;
         }
         let panels = w.map(|w| panels(OP, w));
         let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, bf16));
@@ -177,6 +228,10 @@ impl Groups {
         check(OP, "dy", dy, self.row_count(), w[0].n);
         check(OP, "dx", dx, self.row_count(), w[0].k);
         self.note(w);
+        if let Some(groups) = &self.on_gpu {
+            let (dy, dx) = (matmul::matrix(dy), matmul::matrix_mut(dx));
+            return cuda::grouped::backward_input(Way::Chosen, dy, groups, &matrices(OP, w), dx, add);
+        }
         let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(dy.rows(), dy.width(), is_bf16(w)));
         cpu::grouped::backward_input(dy.data(), &self.ends, &panels(OP, w), dx.data_mut(), add, &mut scratch);
     }
@@ -191,6 +246,10 @@ impl Groups {
             matmul::check_gradient(OP, dw, n, k);
         }
         null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, (dw.len() * n * k * dtype.bytes()) as f64);
+        if let Some(groups) = &self.on_gpu {
+            let dw = dw.into_iter().map(matmul::gradient).collect();
+            return cuda::grouped::backward_weight(Way::Chosen, matmul::matrix(dy), matmul::matrix(x), groups, dw);
+        }
         let mut dw: Vec<&mut [f32]> = dw.into_iter().map(|dw| dw.values.f32()).collect();
         cpu::grouped::backward_weight(dy.data(), x.data(), &self.ends, [n, k], &mut dw, dtype == DType::Bf16);
     }
@@ -198,7 +257,12 @@ impl Groups {
     /// Counts the products of all rows with their matrices for a plan.
     fn note(&self, w: &[Weight]) {
         let (n, k) = (w[0].n, w[0].k);
-        let read = self.counts().filter(|rows| *rows > 0).count() * n * k * w[0].dtype().bytes();
+        let with_rows = match &self.on_gpu {
+            // Routers prefer different experts for different rows.
+            Some(_) => w.len().min(self.row_count()),
+            None => self.counts().filter(|rows| *rows > 0).count(),
+        };
+        let read = with_rows * n * k * w[0].dtype().bytes();
         null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, read as f64);
     }
 }
@@ -216,6 +280,10 @@ fn is_bf16(w: &[Weight]) -> bool {
     w[0].dtype() == DType::Bf16
 }
 
+fn matrices<'a>(op: &str, w: &[Weight<'a>]) -> Vec<Matrix<'a>> {
+    w.iter().map(|w| matmul::rows(op, w)).collect()
+}
+
 fn panels<'a>(op: &str, w: &[Weight<'a>]) -> Vec<cpu::matmul::Panels<'a>> {
     w.iter().map(|w| matmul::panels(op, w)).collect()
 }
@@ -226,7 +294,11 @@ fn panels<'a>(op: &str, w: &[Weight<'a>]) -> Vec<cpu::matmul::Panels<'a>> {
 pub fn weigh(act: &mut Tensor, dact: &mut Tensor, weights: &Tensor) -> Tensor {
     check("experts::weigh", "act", act, weights.rows(), dact.width());
     check("experts::weigh", "dact", dact, weights.rows(), act.width());
-    let (width, mut dweights) = (act.width(), Tensor::scratch(weights.rows(), 1));
+    let (width, mut dweights) = (act.width(), weights.as_wide(weights.rows()));
+    if act.device() == Device::Cuda {
+        cuda::experts::weigh(act.cuda_mut(), dact.cuda_mut(), width, weights.cuda(), dweights.cuda_mut());
+        return dweights;
+    }
     cpu::experts::weigh(act.data_mut(), dact.data_mut(), width, weights.data(), dweights.data_mut());
     dweights
 }

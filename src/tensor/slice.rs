@@ -123,6 +123,11 @@ impl<'a> SliceMut<'a> {
 
     /// The values before `at`, and the values from `at` on.
     pub fn split_at(&mut self, at: usize) -> (SliceMut<'_>, SliceMut<'_>) {
+        self.reborrow().split(at)
+    }
+
+    /// The same for as long as `self` lasts.
+    pub fn split(self, at: usize) -> (SliceMut<'a>, SliceMut<'a>) {
         match self {
             Self::F32(values) => {
                 let (before, behind) = values.split_at_mut(at);
@@ -133,7 +138,7 @@ impl<'a> SliceMut<'a> {
                 (SliceMut::Bf16(before), SliceMut::Bf16(behind))
             }
             Self::Cuda(view) => {
-                let (before, behind) = view.split_at(at);
+                let (before, behind) = view.split(at);
                 (SliceMut::Cuda(before), SliceMut::Cuda(behind))
             }
         }

@@ -136,7 +136,8 @@ fn info_prints_the_facts_about_a_model() {
     for (name, words) in [
         ("gemma2", "attn_logit_softcapping has no GPU kernel"),
         ("ministral3", "llama_4_scaling_beta has no GPU kernel"),
-        ("qwen3_moe", "num_experts_per_tok has no GPU kernel"),
+        ("mixtral", "the number of experts must be a multiple of 8"),
+        ("qwen3_moe", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
         ("qwen3", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
     ] {
         fixture.run(&["init", "--like", name, "--tiny", "--out", name]).well();

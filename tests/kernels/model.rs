@@ -17,11 +17,24 @@ pub const VOCABULARY: usize = 77;
 
 /// Two layers with heads of 64, the smallest with all kernels.
 fn arch(family: &str, kv_heads: usize) -> Arch {
-    let more = serde_json::json!({
+    arch_with(family, kv_heads, &serde_json::json!({}))
+}
+
+fn arch_with(family: &str, kv_heads: usize, keys: &serde_json::Value) -> Arch {
+    let mut more = serde_json::json!({
         "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": kv_heads,
         "head_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "initializer_range": 0.1,
     });
+    more.as_object_mut().expect("an object").extend(keys.as_object().expect("an object").clone());
     models::arch(family, &more)
+}
+
+/// A mixture of 8 experts, of which each token has `chosen`.
+pub fn qwen3_moe(chosen: usize) -> Arch {
+    let keys = serde_json::json!({
+        "num_experts": 8, "num_experts_per_tok": chosen, "moe_intermediate_size": 40, "norm_topk_prob": true,
+    });
+    arch_with("qwen3_moe", 1, &keys)
 }
 
 pub fn llama() -> Arch {
@@ -66,7 +79,8 @@ fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
 
 /// Compares all results of training on rows that end at `ends` with the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
-    for arch in [llama(), qwen3()] {
+    // With all experts, roundings cannot change their choice.
+    for arch in [llama(), qwen3(), qwen3_moe(8)] {
         let models = both(&arch);
         let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());

@@ -172,7 +172,7 @@ impl Tile {
 
     /// Starts a kernel of `blocks` blocks. The tile sets the threads of a block and the shared memory: stages of row
     /// and column slices, two bytes per value.
-    fn launch(self, kernel: &'static str, blocks: usize, args: &[Arg]) {
+    pub(super) fn launch(self, kernel: &'static str, blocks: usize, args: &[Arg]) {
         let (threads, stages, depth) = match self {
             Self::Rows16 => (64, 6, 128),
             Self::Rows32 | Self::Narrow64 => (128, 6, 64),
@@ -401,7 +401,7 @@ fn start(way: Way, calls: &[Call]) {
     }
 }
 
-fn check_depth(op: &str, whose: &str, k: usize) {
+pub(super) fn check_depth(op: &str, whose: &str, k: usize) {
     assert!(k.is_multiple_of(8), "{op}: the width of {whose} must be a multiple of 8 (got {k})");
 }
 
@@ -414,7 +414,7 @@ pub fn backward_bias(dy: Matrix, mut db: ViewMut) {
 }
 
 /// The argument of a bf16 matrix that is read in pieces of 16 bytes.
-fn read(op: &str, what: &str, matrix: Matrix) -> Arg {
+pub(super) fn read(op: &str, what: &str, matrix: Matrix) -> Arg {
     let Matrix { values, stride, .. } = matrix;
     assert!(stride.is_multiple_of(8), "{op}: the row stride of {what} must be a multiple of 8 (got {stride})");
     let arg = values.arg(DType::Bf16);

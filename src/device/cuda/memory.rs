@@ -231,6 +231,11 @@ impl<'a> ViewMut<'a> {
 
     /// The values before `at`, and those from there on.
     pub fn split_at(&mut self, at: usize) -> (ViewMut<'_>, ViewMut<'_>) {
+        self.reborrow().split(at)
+    }
+
+    /// The same for as long as `self` lasts.
+    pub fn split(self, at: usize) -> (ViewMut<'a>, ViewMut<'a>) {
         let [before, behind] = [0..at, at..self.0.len].map(|range| ViewMut(self.0.part(range), PhantomData));
         (before, behind)
     }

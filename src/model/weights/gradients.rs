@@ -268,20 +268,21 @@ impl Gradients {
         WeightMut { n, k, layout, values: self.open_unit(u).slice_mut(range) }
     }
 
-    /// The gradients of several matrices of one unit, in the order of the table. Only the CPU has operations for them.
+    /// The gradients of several matrices of one unit, in the order of the table.
     pub fn weights_mut(&mut self, ids: &[ParamId]) -> Vec<WeightMut<'_>> {
         let Some(first) = ids.first() else { return Vec::new() };
         let (table, u) = (self.table.clone(), self.table.unit_of(*first));
         let mut end = self.partition.shared(u).start;
-        let mut rest = self.open_unit(u).all_mut().f32();
-        let mut next = |id: &ParamId| {
+        let mut rest = self.open_unit(u).all_mut();
+        let mut all = Vec::with_capacity(ids.len());
+        for id in ids {
             let spec = table.spec(*id);
-            let (values, after) = std::mem::take(&mut rest)[spec.offset - end..].split_at_mut(spec.len);
+            let (values, after) = rest.split(spec.offset - end).1.split(spec.len);
             (rest, end) = (after, spec.range().end);
             let (n, k) = spec.dims();
-            WeightMut { n, k, layout: spec.layout, values: values.into() }
-        };
-        ids.iter().map(&mut next).collect()
+            all.push(WeightMut { n, k, layout: spec.layout, values });
+        }
+        all
     }
 
     /// The sums of a unit that accumulates now.

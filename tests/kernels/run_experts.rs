@@ -1,0 +1,46 @@
+//! Whole jobs of a mixture of experts on emulated GPUs: in several layouts as on one rank, and as on the CPU up to bf16.
+
+use crate::jobs::{self, assert_near, assert_same, command, emulated, metrics, number, well};
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn run(at: &Path, ranks: usize, job: &str, dir: &str, sets: &str) -> Vec<Value> {
+    well(&mut command(ranks, at, &format!("run {job} job.dir={dir} {sets}")));
+    metrics(at, dir)
+}
+
+fn config() -> String {
+    let experts = json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "norm_topk_prob": true, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "initializer_range": 0.1, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    });
+    jobs::with(jobs::CONFIG, &experts)
+}
+
+#[test]
+fn metrics_of_experts_equal_those_of_one_rank_and_of_the_cpu_and_the_sampler_is_the_trainer() {
+    let Some(dir) = emulated(&config()) else { return };
+    let at = dir.path();
+    let sft = |ranks, name: &str, sets: &str| {
+        let all = format!("optim.actor.lr=1e-3 job.steps=2 model.router_aux_loss_coef=0.1 {sets}");
+        run(at, ranks, "sft.toml", name, &all)
+    };
+    let keys = ["loss", "grad_norm", "router_aux_loss"];
+    let [alone, cpu] = [("alone", ""), ("cpu", "job.device=cpu")].map(|(name, sets)| sft(1, name, sets));
+    assert_near("alone", &alone, &cpu, &keys, (2e-2, 0.1));
+    let cut = sft(2, "cut", "mesh.tensor=2");
+    assert_near("cut", &cut, &alone, &keys, (2e-2, 0.1));
+    let fixed = "gradient.order=fixed gradient.chunks=4 mesh.data=2 mesh.tensor=1";
+    for (name, stage) in [("sharded", 3), ("whole", 1)] {
+        sft(2, name, &format!("{fixed} mesh.zero={stage}"));
+    }
+    assert_same(at, "sharded", "whole");
+    let ppo = |ranks, name: &str, sets: &str| run(at, ranks, "ppo.toml", name, &format!("job.steps=2 {sets}"));
+    for (name, ranks, sets) in [("ppo-alone", 1, ""), ("ppo-sharded", 2, "mesh.data=2 mesh.tensor=1 mesh.zero=3")] {
+        for step in ppo(ranks, name, sets) {
+            assert_eq!(number(&step, "logprob_gap_max"), 0.0, "{name}: {step}");
+            assert_eq!(number(&step, "sampler_gap_max"), 0.0, "{name}: {step}");
+        }
+    }
+}
