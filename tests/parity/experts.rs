@@ -76,7 +76,7 @@ fn the_load_balancing_loss_is_that_of_transformers_over_all_rows_in_any_number_o
     }
 }
 
-/// As PEFT 0.21 chooses them in models of transformers 5.24, where experts and routers are no modules of their own.
+/// Unlike PEFT 0.21, which puts adapters on the tensors of all experts in models of transformers 5.24.
 #[test]
 fn all_linear_chooses_neither_routers_nor_experts() {
     for name in MIXTURES {
