@@ -1,7 +1,7 @@
 //! The ranks of the expert axis: each has equally many neighbouring experts of a layer, and all tokens of its own rows.
 //! Rows travel to the ranks of their experts and back (arXiv:2006.16668, section 3.2).
 //!
-//! A row's result does not depend on the rows beside it, and each token adds the results of its experts itself, in
+//! A row's result does not depend on other rows, and each token adds the results of its experts itself, in
 //! ascending order. So the bits of a forward are those of one rank with all experts.
 
 use crate::comm::Group;
@@ -33,7 +33,7 @@ pub(super) fn part(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
 }
 
 impl Exchange {
-    /// Tells all ranks of the axis how many rows they get. All of them call this.
+    /// Exchanges the numbers of rows over the axis. All ranks of it call this.
     pub(super) fn new(group: &Group, routing: &Routing) -> Self {
         if group.size() == 1 {
             let [sent, received] = [Vec::new(), Vec::new()];

@@ -19,7 +19,7 @@ pub struct RouterSums {
 }
 
 impl RouterSums {
-    /// Adds the sums of a layer that a GPU computed, for so many rows.
+    /// Adds the sums that a GPU computed of a layer with `rows` rows.
     fn add_from_gpu(&mut self, rows: usize, sums: &Tensor) {
         let (experts, sums) = (sums.width(), sums.to_host());
         self.chosen.resize(experts, 0);

@@ -81,8 +81,7 @@ impl Routing {
         self.on_gpu.as_ref().map_or_else(|| self.chosen.clone(), Choice::chosen)
     }
 
-    /// Of each expert: the number of its rows, the sum of its probabilities p, and that of -p ln p (3, E), where a GPU
-    /// chose.
+    /// The number of rows of each expert, the sum of its probabilities p, and that of -p ln p (3, E), where a GPU chose.
     pub fn sums_on_gpu(&self) -> Option<Tensor> {
         let choice = self.on_gpu.as_ref()?;
         let mut sums = self.probabilities.as_wide(3);

@@ -136,7 +136,7 @@ impl Choice {
         gpu().launch("router_backward", grid(self.t), THREADS, 0, &args);
     }
 
-    /// Of each expert: the number of its rows, the sum of its probabilities p, and that of -p ln p (3, E).
+    /// The number of rows of each expert, the sum of its probabilities p, and that of -p ln p (3, E).
     pub fn sums(&self, p: View, mut sums: ViewMut) {
         const OP: &str = "experts::sums";
         let [t, experts, _] = self.dims(OP);

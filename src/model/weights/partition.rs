@@ -27,7 +27,7 @@ pub struct Partition {
 struct Part {
     /// The unit in the flat vector.
     flat: Range<usize>,
-    /// What this rank and those that share with it hold of the unit, counted from the unit's start.
+    /// The part of the unit that this rank shares with others, counted from the unit's start.
     held: Range<usize>,
     /// The share of each rank that shares with this one in the padded memory of `held`, counted from its start.
     shares: Vec<Range<usize>>,
@@ -102,7 +102,7 @@ impl Partition {
         self.units[unit].shares.len() < self.ranks
     }
 
-    /// What this rank and those that share with it hold of the unit, in the flat vector.
+    /// The part of the unit that this rank shares with others, in the flat vector.
     pub fn shared(&self, unit: usize) -> Range<usize> {
         let Part { flat, held, .. } = &self.units[unit];
         flat.start + held.start..flat.start + held.end
@@ -164,7 +164,7 @@ pub struct Shards {
 pub struct Streams {
     /// All ranks of the ZeRO axis.
     all: Arc<Stream>,
-    /// Those that hold the same experts.
+    /// The ranks that hold the same experts.
     replicas: Arc<Stream>,
 }
 
