@@ -20,7 +20,7 @@ pub struct Routing {
     /// The weights of the chosen experts (t, k).
     pub weights: Tensor,
     renormalizes: bool,
-    /// What follows, where a GPU chose. Then the host does not know it.
+    /// The choices of a GPU, which the host does not know. Then the fields below are empty.
     on_gpu: Option<Choice>,
     /// The chosen experts of each row (t, k), ascending.
     chosen: Vec<u32>,

@@ -39,8 +39,8 @@ pub const REPORTED: &[(&str, &str)] = &[
     (keys::LR_CRITIC, CRITIC_STEPS),
 ];
 
-/// Compares the experts of tokens before those that `own`, a part of the samples `rows`, predicts with their experts at
-/// sampling: the number of equal ones, and of known ones.
+/// Compares the experts of the tokens before the predicted ones in `own`, a part of the samples `rows`, with their experts
+/// at sampling: the number of equal ones, and of known ones.
 pub fn same_experts(samples: &[&Experience], rows: &[usize], own: &PackedRow, experts: &[u32]) -> Sums {
     // The token before the first one is the prompt's.
     let sampled = rows.iter().flat_map(|&i| {
