@@ -23,7 +23,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, TensorPart};
+use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, Scoring, SharedName, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -349,6 +349,13 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     }
     if arch.attention().has_gate {
         return Some("attn_output_gate");
+    }
+    let mixtures = || arch.feeds().filter_map(Feed::experts);
+    if mixtures().any(|experts| experts.scoring != Scoring::Softmax) {
+        return Some("e_score_correction_bias");
+    }
+    if mixtures().any(|experts| experts.shared.is_some_and(|shared| shared.name == SharedName::Gated)) {
+        return Some("shared_expert_gate");
     }
     if arch.attentions().any(|layer| layer.softcap.is_some()) {
         return Some(scores);

@@ -22,7 +22,7 @@ use crate::learn::{Learner, Role, role};
 use crate::metrics::{Recorder, Terminal, keys};
 use crate::model::export::remove_leftovers;
 use crate::model::load::{ModelFiles, load_base};
-use crate::model::{Arch, Head, ParamTable, TensorPart, Weights};
+use crate::model::{Arch, Feed, Head, ParamTable, Scoring, TensorPart, Weights};
 use crate::sys;
 use crate::sys::host::median;
 use crate::tensor::arena;
@@ -218,11 +218,15 @@ impl Run {
         let (axes, gradient, layout) = (&self.ranks.axes, &self.config.gradient, self.ranks.layout());
         let state_on = if layout.swap.has_state() { Device::Cpu } else { self.device };
         let coef = self.config.model.router_aux_loss_coef;
-        if coef > 0.0 && role.name == RoleName::Actor.name() && role.arch().feeds().all(|feed| feed.experts().is_none())
-        {
+        // The loss is one of the probabilities of a softmax.
+        let has_softmax =
+            || role.arch().feeds().filter_map(Feed::experts).any(|experts| experts.scoring == Scoring::Softmax);
+        if coef > 0.0 && role.name == RoleName::Actor.name() && !has_softmax() {
             let family = role.arch().family.name;
-            return Err(Error::usage(format!("model.router_aux_loss_coef needs a model with experts (got {family})"))
-                .hint("set it to 0"));
+            return Err(Error::usage(format!(
+                "model.router_aux_loss_coef needs a model with experts whose routers have a softmax (got {family})"
+            ))
+            .hint("set it to 0"));
         }
         let made = Learner::new(state_on, role, optim, gradient, updates, axes, layout.zero)
             .map(|learner| learner.with_router_loss(coef));

@@ -1,12 +1,13 @@
 //! The architecture of a model, read from the config.json of a Hugging Face directory (transformers 4 and 5 spellings).
 
 use super::bitsandbytes::{self, QUANTIZATION};
-use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, Feed, NormSpec};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, ExpertsSpec, Feed, NormSpec, Scoring};
 use super::blocks::{Blocks, positive};
 use super::config_json::{self, GENERATION, OF_JOB, Reader};
+use super::corrections::Corrections;
 use super::expert_files::ExpertForm;
 use super::families::{Embedded, Family, Number, Windows};
-use super::family_list::BIDIRECTIONAL;
+use super::family_list::{BIDIRECTIONAL, FURTHER_LAYERS};
 use super::file_rows::HeadRows;
 use super::files;
 use super::names::{EMBEDDING, LM_HEAD};
@@ -82,6 +83,8 @@ pub struct Arch {
     pub logit_softcap: Option<f32>,
     /// Whether the files have one tensor for the matrices of all experts.
     pub has_stacked_experts: bool,
+    /// Numbers by which routers choose experts.
+    pub corrections: Corrections,
     /// Standard deviation of new weights.
     pub init_std: f32,
     pub bos_token: Option<u32>,
@@ -122,6 +125,7 @@ impl Arch {
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
         arch.has_stacked_experts = arch.family.experts.is_some() && ExpertForm::is_stacked(dir);
+        arch.corrections = Corrections::read(dir, &arch.corrected_layers())?;
         // A job whose rows are longer chooses the other frequencies.
         arch = arch.for_rows(0);
         if let Some(generation) = read_object(&dir.join(GENERATION))? {
@@ -138,6 +142,13 @@ impl Arch {
             warnings.push(format!(
                 "{}: eos_token_id names {outside:?}, but the vocabulary has {vocabulary} tokens: no response can end with them",
                 dir.display()
+            ));
+        }
+        if files::has_tensor(dir, |name| arch.is_further(name)) {
+            warnings.push(format!(
+                "{}: the layers after layer {}, which predict further tokens, are not used; exports leave them out",
+                dir.display(),
+                arch.blocks.len() - 1
             ));
         }
         let has_windows = arch.family.windows != Windows::Never;
@@ -215,7 +226,10 @@ impl Arch {
         let (layers, AttentionSpec { heads, kv_heads, head_dim, .. }) = (blocks.len(), self.attention());
         let (name, plural) = (self.family.name, if layers == 1 { "" } else { "s" });
         let mlp = match self.feeds().find_map(Feed::experts) {
-            Some(ExpertsSpec { count, top_k, width, .. }) => format!("{top_k} of {count} experts of {width}"),
+            Some(ExpertsSpec { count, top_k, width, shared, .. }) => {
+                let shared = shared.map_or(String::new(), |shared| format!(" and a shared one of {}", shared.width));
+                format!("{top_k} of {count} experts of {width}{shared}")
+            }
             None => format!("MLP {}", blocks[0].feed.width()),
         };
         format!(
@@ -284,6 +298,7 @@ impl Arch {
             logit_scale: 1.0 / positive(&c, family.logit_divisor)?.unwrap_or(1.0),
             logit_softcap: positive(&c, family.logit_softcap)?,
             has_stacked_experts: false,
+            corrections: Corrections::default(),
             init_std: c.number("initializer_range")?.unwrap_or(0.02) as f32,
             bos_token: c.tokens("bos_token_id")?.first().copied(),
             eos_tokens: c.tokens("eos_token_id")?,
@@ -353,6 +368,22 @@ impl Arch {
     pub(super) fn head_rows(&self, spec: &AttentionSpec) -> Option<HeadRows> {
         let rotated = self.ropes[0].rotated(spec.head_dim);
         HeadRows::new(spec.head_dim, rotated, self.family.files.is_interleaved)
+    }
+
+    /// Whether a tensor is one of a layer after the last one, which predicts further tokens and is not used.
+    pub(super) fn is_further(&self, name: &str) -> bool {
+        let further = self.source.get(FURTHER_LAYERS).and_then(Value::as_u64).unwrap_or(0) as usize;
+        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+        let first = self.blocks.len();
+        self.family.keys.contains(&FURTHER_LAYERS)
+            && layer.is_some_and(|layer| (first..first + further).contains(&layer))
+    }
+
+    /// The layers whose routers have corrections, each with its number of experts.
+    pub(super) fn corrected_layers(&self) -> Vec<(usize, usize)> {
+        let experts = self.feeds().enumerate().filter_map(|(layer, feed)| Some((layer, feed.experts()?)));
+        let corrected = experts.filter(|(_, experts)| experts.scoring != Scoring::Softmax);
+        corrected.map(|(layer, experts)| (layer, experts.count)).collect()
     }
 
     /// The form of the experts in the files.

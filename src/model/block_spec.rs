@@ -23,7 +23,7 @@ pub enum Mixer {
 }
 
 /// The second branch of a layer: each token alone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Feed {
     /// The gated MLP.
     Dense(DenseSpec),
@@ -118,7 +118,7 @@ pub struct DenseSpec {
 }
 
 /// A mixture of experts: each token goes to the `top_k` experts that the router prefers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExpertsSpec {
     /// The number of experts.
     pub count: usize,
@@ -129,6 +129,32 @@ pub struct ExpertsSpec {
     pub activation: Activation,
     /// Whether the weights of a token's experts are divided by their sum.
     pub renormalizes: bool,
+    pub scoring: Scoring,
+    /// The expert of all tokens.
+    pub shared: Option<SharedSpec>,
+}
+
+/// How the logits of a router become weights of experts (`ops::experts::Rule`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scoring {
+    Softmax,
+    Sigmoid { groups: usize, top_groups: usize, scale: f32 },
+}
+
+/// The gated MLP that every token of a mixture goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedSpec {
+    pub name: SharedName,
+    pub width: usize,
+}
+
+/// The name of the shared expert in the files, and whether a token weighs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SharedName {
+    /// `shared_expert`, times sigmoid(`shared_expert_gate` n)
+    Gated,
+    /// `shared_experts`: several of the width of an expert are one matrix.
+    Plain,
 }
 
 impl AttentionSpec {
@@ -218,6 +244,11 @@ impl Feed {
         }
     }
 
+    /// The inner width of the expert that all tokens use; 0 without one.
+    pub fn shared_width(&self) -> usize {
+        self.experts().and_then(|experts| experts.shared).map_or(0, |shared| shared.width)
+    }
+
     /// The mixture, if it is one.
     pub fn experts(&self) -> Option<&ExpertsSpec> {
         match self {
@@ -231,7 +262,10 @@ impl Feed {
     pub fn narrowed(self, width: usize) -> Self {
         match self {
             Self::Dense(mlp) => Self::Dense(DenseSpec { width: mlp.width.min(width), ..mlp }),
-            Self::Experts(experts) => Self::Experts(ExpertsSpec { width: experts.width.min(width), ..experts }),
+            Self::Experts(experts) => {
+                let shared = experts.shared.map(|shared| SharedSpec { width: shared.width.min(width), ..shared });
+                Self::Experts(ExpertsSpec { width: experts.width.min(width), shared, ..experts })
+            }
         }
     }
 }

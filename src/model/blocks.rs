@@ -1,6 +1,6 @@
 //! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
 
-use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, Mixer};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, Mixer, QkNorm};
 use super::config_json::{FULL, LINEAR, Reader, SLIDING};
 use super::families::{Family, Number, Scores, Windows};
 use super::feeds::{self, has_bias};
@@ -32,7 +32,7 @@ impl Blocks {
             softcap: positive(c, family.score_softcap)?,
             qkv_bias: has_bias(c, family.qkv_bias)?,
             o_bias: has_bias(c, family.o_bias)?,
-            qk_norm: family.qk_norm,
+            qk_norm: qk_norm(c, family)?,
             has_gate: family.is_hybrid,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
@@ -76,6 +76,13 @@ fn delta(c: &Reader) -> Result<DeltaSpec> {
     }
     let (key_dim, value_dim) = (count("linear_key_head_dim", 128)?, count("linear_value_head_dim", 128)?);
     Ok(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps: count("linear_conv_kernel_dim", 4)? })
+}
+
+/// The norm of queries and keys, which some families have only with `use_qk_norm`.
+fn qk_norm(c: &Reader, family: &Family) -> Result<QkNorm> {
+    let key = family.keys.iter().find(|key| **key == "use_qk_norm");
+    let is_off = key.map(|key| c.flag(key)).transpose()?.is_some_and(|is_on| is_on != Some(true));
+    Ok(if is_off { QkNorm::None } else { family.qk_norm })
 }
 
 /// The layers with the gated delta rule: those of `layer_types`, or all but every `full_attention_interval`th.

@@ -77,6 +77,12 @@ impl<'a> Reader<'a> {
         self.typed(key, "a positive integer below 2^31", as_count)
     }
 
+    /// An integer from 0 to 2^31 - 1.
+    pub(super) fn whole(&self, key: &str) -> Result<Option<usize>> {
+        let as_whole = |v: &Value| v.as_u64().filter(|n| *n < 1 << 31).map(|n| n as usize);
+        self.typed(key, "an integer from 0 to 2^31 - 1", as_whole)
+    }
+
     pub(super) fn count_needed(&self, key: &str) -> Result<usize> {
         self.count(key)?.ok_or_else(|| self.wrong(key, "is missing"))
     }

@@ -18,8 +18,8 @@
 //! counts t^2 / 2 in integers, for dealing rows to ranks and for the model FLOPs of a step.
 
 use super::arch::Arch;
-use super::block_spec::{BlockSpec, Feed, Mixer};
-use super::part::TensorPart;
+use super::block_spec::{BlockSpec, Feed, Mixer, SharedName};
+use super::part::{Cut, TensorPart};
 use crate::ops::{attention, delta};
 use crate::tensor::DType;
 use std::ops::Add;
@@ -69,7 +69,9 @@ pub fn layer_elements(arch: &Arch, block: &BlockSpec, tokens: usize) -> usize {
     let feed = match &block.feed {
         Feed::Dense(mlp) => 3 * d * mlp.width,
         Feed::Experts(mixture) => {
-            d * mixture.count + 3 * d * mixture.width * mixture.count.min(tokens.saturating_mul(mixture.top_k))
+            let read = mixture.count.min(tokens.saturating_mul(mixture.top_k));
+            let gate = usize::from(mixture.shared.is_some_and(|shared| shared.name == SharedName::Gated));
+            d * (mixture.count + gate) + 3 * d * (mixture.width * read + block.feed.shared_width())
         }
     };
     mixer + feed
@@ -98,10 +100,10 @@ pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
                 6 * delta.keys().len(part) + 5 * delta.values().len(part) + 4 * delta.heads().len(part)
             }
         };
-        let inner = block.feed.cut().len(part);
+        let [inner, shared] = [block.feed.width(), block.feed.shared_width()].map(|width| Cut::Even(width).len(part));
         let feed = match &block.feed {
             Feed::Dense(_) => 3 * inner,
-            Feed::Experts(mixture) => mixture.count + mixture.top_k * (3 * inner + arch.width),
+            Feed::Experts(mixture) => mixture.count + mixture.top_k * (3 * inner + arch.width) + 4 * shared,
         };
         3 * arch.width + mixer + feed
     };

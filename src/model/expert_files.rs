@@ -3,7 +3,7 @@
 
 use super::block_spec::ExpertsSpec;
 use super::file_rows::FileRows;
-use super::files::Checkpoint;
+use super::files::has_tensor;
 use std::path::Path;
 
 /// The form of the experts in the files of a model.
@@ -22,7 +22,7 @@ impl ExpertForm {
     /// Whether the files of a model directory have one tensor for all experts. An error in them is reported when they
     /// are loaded.
     pub(super) fn is_stacked(dir: &Path) -> bool {
-        Checkpoint::open(dir).is_ok_and(|found| found.names().any(|name| name.ends_with(".mlp.experts.gate_up_proj")))
+        has_tensor(dir, |name| name.ends_with(".mlp.experts.gate_up_proj"))
     }
 }
 

@@ -1,9 +1,9 @@
-//! A mixture of experts: y = sum over the chosen experts e of g_e Wdown_e (act(Wgate_e n) * Wup_e n). The ranks of the
-//! tensor axis share the inner width of each expert, and those of the expert axis the experts; the router is whole on
+//! A mixture of experts: y = sum over the chosen experts e of g_e Wdown_e (act(Wgate_e n) * Wup_e n), plus that of the
+//! expert that all tokens use, if there is one. The ranks of the tensor axis share the inner width of each expert, and those of the expert axis the experts; the router is whole on
 //! each rank.
 
 use super::arch::Arch;
-use super::block_spec::ExpertsSpec;
+use super::block_spec::{ExpertsSpec, Scoring};
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
 use super::expert_axis::{Exchange, part};
@@ -11,9 +11,10 @@ use super::expert_files::ExpertFiles;
 use super::names::ROUTER;
 use super::params::{ParamId, ParamTable};
 use super::part::Cut;
+use super::shared_expert::{SharedExpert, SharedSaved};
 use super::weights::{Gradients, Unit};
 use crate::ops::attention::Packed;
-use crate::ops::experts::{self, Addend, Groups, Routing};
+use crate::ops::experts::{self, Addend, Groups, Routing, Rule, SigmoidRule};
 use crate::ops::glu;
 use crate::ops::matmul::{self, Into};
 use crate::tensor::{Layout, Tensor, Weight};
@@ -27,6 +28,8 @@ pub(super) struct Experts {
     gate: Vec<ParamId>,
     up: Vec<ParamId>,
     down: Vec<ParamId>,
+    shared: Option<SharedExpert>,
+    rule: Rule,
     spec: ExpertsSpec,
 }
 
@@ -42,6 +45,7 @@ pub(super) struct ExpertsSaved {
     up: Tensor,
     /// act(gate) * up (s, f)
     act: Tensor,
+    shared: Option<SharedSaved>,
 }
 
 impl ExpertsSaved {
@@ -52,14 +56,15 @@ impl ExpertsSaved {
 }
 
 impl Experts {
-    /// Declares the router of layer `layer`.
+    /// Declares the router of layer `layer`, and the expert that all tokens use.
     pub(super) fn declare(table: &mut ParamTable, layer: usize, arch: &Arch, spec: &ExpertsSpec) -> Self {
         let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
         let (dims, normal) = ([Cut::Whole(spec.count), Cut::Whole(arch.width)], table.normal());
         let name = format!("model.layers.{layer}{ROUTER}");
         let router = table.add_in(files.router(), &name, &dims, Layout::Panel, normal);
+        let shared = SharedExpert::declare(table, &format!("model.layers.{layer}.mlp"), arch.width, spec);
         let (unit, [gate, up, down]) = (0, [(); 3].map(|()| Vec::new()));
-        Self { router, unit, gate, up, down, spec: *spec }
+        Self { router, unit, gate, up, down, shared, rule: rule(arch, layer, spec), spec: *spec }
     }
 
     /// The number of units after that of the layer.
@@ -88,7 +93,7 @@ impl Experts {
     fn route(&self, c: Context, n: &Tensor) -> Routing {
         let mut logits = n.statistics(n.rows(), self.spec.count);
         matmul::forward(n, c.w.operand(self.router, n.rows()), None, &mut logits, Into::Overwrite);
-        let routing = Routing::new(logits, self.spec.top_k, self.spec.renormalizes);
+        let routing = Routing::new(logits, self.spec.top_k, self.rule.clone());
         c.routers.note(&routing);
         routing
     }
@@ -104,6 +109,12 @@ impl Experts {
         let mut act = gate.like(gate.rows(), gate.width());
         glu::forward(self.spec.activation, &gate, &up, &mut act);
         (routing, exchange, [gate, up, act])
+    }
+
+    /// x += y of the expert that all tokens use, if there is one. Then the previous x is returned, with `keeps`.
+    fn add_shared(&self, c: Context, saved: Option<&SharedSaved>, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let (shared, saved) = self.shared.as_ref().zip(saved)?;
+        shared.add(c, saved, x, keeps)
     }
 
     /// x += y from the rows of act. The sum over ranks starts from the first rank's x.
@@ -157,6 +168,18 @@ impl Experts {
     }
 }
 
+/// How the router of a layer weighs its experts.
+fn rule(arch: &Arch, layer: usize, spec: &ExpertsSpec) -> Rule {
+    let renormalizes = spec.renormalizes;
+    match spec.scoring {
+        Scoring::Softmax => Rule::Softmax { renormalizes },
+        Scoring::Sigmoid { groups, top_groups, scale } => {
+            let correction = arch.corrections.of(layer, spec.count);
+            Rule::Sigmoid(SigmoidRule { correction, groups, top_groups, renormalizes, scale })
+        }
+    }
+}
+
 /// The ids of the experts that this rank has.
 fn own<'a>(c: Context, ids: &'a [ParamId]) -> &'a [ParamId] {
     &ids[part(ids.len(), c.expert.rank(), c.expert.size())]
@@ -171,52 +194,64 @@ impl Body for Experts {
 
     fn forward(&self, c: Context, n: Tensor, _: &mut LayerKeys) -> ExpertsSaved {
         let (routing, exchange, [gate, up, act]) = self.activations(c, &n);
-        ExpertsSaved { n, routing, exchange, gate, up, act }
+        let shared = self.shared.as_ref().map(|shared| shared.forward(c, &n));
+        ExpertsSaved { n, routing, exchange, gate, up, act, shared }
     }
 
     fn add(&self, c: Context, saved: &ExpertsSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.add_rows(c, (&saved.routing, &saved.exchange), &saved.act, x, keeps)
+        let before = self.add_shared(c, saved.shared.as_ref(), x, keeps);
+        let keeps = keeps && before.is_none();
+        before.or(self.add_rows(c, (&saved.routing, &saved.exchange), &saved.act, x, keeps))
     }
 
     fn run(&self, c: Context, n: Tensor, _: &mut LayerKeys, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let shared = self.shared.as_ref().map(|shared| shared.forward(c, &n));
+        let before = self.add_shared(c, shared.as_ref(), x, keeps);
+        drop(shared);
         let (routing, exchange, [.., act]) = self.activations(c, &n);
         drop(n);
-        self.add_rows(c, (&routing, &exchange), &act, x, keeps)
+        let keeps = keeps && before.is_none();
+        before.or(self.add_rows(c, (&routing, &exchange), &act, x, keeps))
     }
 
     /// The caller has begun the gradients of the last unit. Those of the layer are begun here.
     fn backward(&self, c: Context, _: &Packed, saved: ExpertsSaved, dy: &Tensor, grads: &mut Gradients) -> Tensor {
-        let ExpertsSaved { n, routing, exchange, gate, up, mut act } = saved;
+        let ExpertsSaved { n, routing, exchange, gate, up, mut act, shared } = saved;
         let (groups, s, f) = (&exchange.groups, gate.rows(), gate.width());
-        let dy = exchange.there(routing.gather(dy));
+        let mut drows = exchange.there(routing.gather(dy));
         let mut dact = gate.like(s, f);
         let unit = c.weights.unit(self.unit + 1);
-        groups.backward_input(&dy, &weights(&unit, own(c, &self.down)), &mut dact, false);
+        groups.backward_input(&drows, &weights(&unit, own(c, &self.down)), &mut dact, false);
         drop(unit);
         let weights_of_rows = exchange.there(routing.row_weights());
         let slopes = exchange.back(experts::weigh(&mut act, &mut dact, &weights_of_rows));
         let mut dweights = routing.of_row_weights(&slopes);
         c.tensor.sum_slice(dweights.slice_mut());
-        Self::backward_weights(c, &self.down, groups, &dy, &act, grads);
+        Self::backward_weights(c, &self.down, groups, &drows, &act, grads);
         grads.finish(self.unit + 1);
         grads.begin(self.unit);
-        // `act` and `dy` have served: their memory takes dgate and the gradient of the rows of n.
+        // `act` and `drows` have served: their memory takes dgate and the gradient of the rows of n.
         let (mut dgate, mut dup) = (act, gate.like(s, f));
         glu::backward(self.spec.activation, &gate, &up, &dact, &mut dgate, &mut dup);
         drop((gate, up, dact));
-        let (mut drows, unit) = (dy, c.weights.unit(self.unit));
+        let unit = c.weights.unit(self.unit);
         groups.backward_input(&dgate, &weights(&unit, own(c, &self.gate)), &mut drows, false);
         groups.backward_input(&dup, &weights(&unit, own(c, &self.up)), &mut drows, true);
         drop(unit);
         let mut dn = n.like(n.rows(), n.width());
         routing.scatter(&exchange.back(drows), &mut dn);
-        c.tensor.sum_slice(dn.slice_mut());
         let rows = exchange.there(routing.gather(&n));
         Self::backward_weights(c, &self.gate, groups, &dgate, &rows, grads);
         Self::backward_weights(c, &self.up, groups, &dup, &rows, grads);
         grads.finish(self.unit);
         grads.begin(self.unit - 1);
+        let shared = self.shared.as_ref().zip(shared);
+        let shared = shared.and_then(|(of, saved)| Some((of, of.backward(c, &n, saved, dy, &mut dn, grads)?)));
+        c.tensor.sum_slice(dn.slice_mut());
         self.backward_router(c, (&n, &routing), &dweights, &mut dn, grads);
+        if let Some((of, dlogits)) = shared {
+            of.backward_gate(c, &n, &dlogits, &mut dn, grads);
+        }
         dn
     }
 }

@@ -6,6 +6,7 @@ use super::adapter_files;
 use super::arch::{Arch, Head};
 use super::bitsandbytes::QUANTIZATION;
 use super::config_json::{GENERATION, Reader};
+use super::family_list::FURTHER_LAYERS;
 use super::files::Checkpoint;
 use super::naming::Naming;
 use super::params::ParamTable;
@@ -63,6 +64,7 @@ impl Export {
         let naming = others.as_ref().map(Checkpoint::naming).unwrap_or_default();
         let mut export = Self::create(out, Names { naming, ..OF_MODEL }, table, dtype, SHARD_BYTES_MAX)?;
         export.files.others = others;
+        export.files.corrections = arch.corrections.clone().with_zeros(&arch.corrected_layers());
         write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
     }
@@ -279,6 +281,9 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     };
     config.insert("architectures".into(), json!([class]));
     config.insert("model_type".into(), json!(arch.family.name));
+    if arch.family.keys.contains(&FURTHER_LAYERS) {
+        config.insert(FURTHER_LAYERS.into(), 0.into());
+    }
     // transformers 5 does not know the old name of LongRoPE.
     if let Some(kind) =
         config.get_mut("rope_scaling").and_then(|rope| rope.get_mut("type")).filter(|kind| **kind == "su")

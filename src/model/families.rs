@@ -64,7 +64,7 @@ pub enum Embedded {
 
 /// The mixtures of experts of a family, with the defaults of their keys. `num_experts` or `num_local_experts` is the
 /// number of experts, `num_experts_per_tok` that of a token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mixture {
     pub count: usize,
     pub top_k: usize,
@@ -72,8 +72,40 @@ pub struct Mixture {
     pub width: Option<usize>,
     /// The default of `norm_topk_prob`, which divides weights by their sum. `None`: they always are.
     pub renormalizes: Option<bool>,
-    /// Whether `decoder_sparse_step` and `mlp_only_layers` choose layers with one MLP.
-    pub has_dense_layers: bool,
+    pub scoring: Scoring,
+    /// The layers with one MLP instead.
+    pub dense: DenseLayers,
+    pub shared: Option<Shared>,
+}
+
+/// The layers with one MLP in a family whose other layers have mixtures of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DenseLayers {
+    Never,
+    /// Those that `decoder_sparse_step` and `mlp_only_layers` choose.
+    Stepped,
+    /// The first `first_k_dense_replace` ones, with this default.
+    First(usize),
+    /// Those that are `dense` in `mlp_layer_types`, else the first one.
+    Listed,
+}
+
+/// How the logits of a router become weights of experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scoring {
+    Softmax,
+    /// Sigmoids, with a correction of each expert, and groups of experts: `n_group`, `topk_group` and
+    /// `routed_scaling_factor`, with these defaults.
+    Sigmoid(usize, usize, f64),
+}
+
+/// The expert that all tokens of a mixture use, with the default of its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shared {
+    /// One with a gate. Its width is `shared_expert_intermediate_size`.
+    Gated(usize),
+    /// `n_shared_experts` times the width of an expert.
+    Plain(usize),
 }
 
 /// One family. Every difference between families is a field here or in `Arch`.

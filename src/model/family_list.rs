@@ -2,13 +2,16 @@
 
 use super::block_spec::{Norms, QkNorm};
 use super::expert_files::ExpertForm;
-use super::families::{Bias, Embedded, Family, Mixture, Number, Scores, Windows};
+use super::families::{Bias, DenseLayers, Embedded, Family, Mixture, Number, Scores, Scoring, Shared, Windows};
 use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use crate::ops::glu::Activation;
 
 /// The key of Gemma's encoders, whose tokens see later ones.
 pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
+
+/// The number of layers after the last one, which predict further tokens.
+pub(super) const FURTHER_LAYERS: &str = "num_nextn_predict_layers";
 
 /// Keys of families with mixtures of experts.
 const MIXTURE_KEYS: &[&str] = &[
@@ -21,6 +24,33 @@ const MIXTURE_KEYS: &[&str] = &[
     "num_local_experts",
     "output_router_logits",
     "router_aux_loss_coef",
+];
+
+const MIXTURE: Mixture = Mixture {
+    count: 8,
+    top_k: 2,
+    width: None,
+    renormalizes: None,
+    scoring: Scoring::Softmax,
+    dense: DenseLayers::Never,
+    shared: None,
+};
+
+/// Keys of families with the mixtures of experts of DeepSeek-V3.
+const SIGMOID_KEYS: &[&str] = &[
+    "first_k_dense_replace",
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    FURTHER_LAYERS,
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_group",
+    "topk_method",
+    "use_qk_norm",
 ];
 
 /// The most common value of each field.
@@ -107,7 +137,7 @@ const OLMO2: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-pub(super) static FAMILIES: [Family; 17] = [
+pub(super) static FAMILIES: [Family; 18] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -171,7 +201,7 @@ pub(super) static FAMILIES: [Family; 17] = [
         causal: "MixtralForCausalLM",
         classifier: "MixtralForSequenceClassification",
         keys: MIXTURE_KEYS,
-        experts: Some(Mixture { count: 8, top_k: 2, width: None, renormalizes: None, has_dense_layers: false }),
+        experts: Some(MIXTURE),
         files: FileForm { experts: ExpertForm::EachNumbered, ..FileForm::PLAIN },
         norm_eps: 1e-5,
         windows: Windows::Everywhere(None),
@@ -190,7 +220,8 @@ pub(super) static FAMILIES: [Family; 17] = [
             top_k: 8,
             width: Some(768),
             renormalizes: Some(false),
-            has_dense_layers: true,
+            dense: DenseLayers::Stepped,
+            ..MIXTURE
         }),
         windows: Windows::AllSwitched(4096),
         kv_heads: Some(4),
@@ -271,6 +302,29 @@ pub(super) static FAMILIES: [Family; 17] = [
         rope: RopeDefaults { partial: Some(0.5), ..RopeDefaults::PLAIN },
         head_dim: Some(128),
         kv_heads: Some(2),
+        context: 131_072,
+        ..LLAMA
+    },
+    Family {
+        name: "glm4_moe",
+        causal: "Glm4MoeForCausalLM",
+        classifier: "Glm4MoeForSequenceClassification",
+        keys: SIGMOID_KEYS,
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::PerHead,
+        experts: Some(Mixture {
+            count: 128,
+            top_k: 8,
+            width: Some(1408),
+            renormalizes: Some(true),
+            scoring: Scoring::Sigmoid(1, 1, 1.0),
+            dense: DenseLayers::First(1),
+            shared: Some(Shared::Plain(1)),
+        }),
+        norm_eps: 1e-5,
+        rope: RopeDefaults { partial: Some(0.5), ..RopeDefaults::PLAIN },
+        kv_heads: Some(8),
         context: 131_072,
         ..LLAMA
     },

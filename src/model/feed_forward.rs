@@ -13,8 +13,8 @@ use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
 pub(super) enum FeedForward {
-    Mlp(Mlp),
-    Experts(Experts),
+    Mlp(Box<Mlp>),
+    Experts(Box<Experts>),
 }
 
 /// The activations that the backward needs.
@@ -38,8 +38,10 @@ impl FeedForward {
     /// Declares the parameters of layer `layer`.
     pub(super) fn declare(table: &mut ParamTable, layer: usize, arch: &Arch, spec: &Feed) -> Self {
         match spec {
-            Feed::Dense(mlp) => Self::Mlp(Mlp::declare(table, &format!("model.layers.{layer}.mlp"), arch.width, mlp)),
-            Feed::Experts(experts) => Self::Experts(Experts::declare(table, layer, arch, experts)),
+            Feed::Dense(mlp) => {
+                Self::Mlp(Box::new(Mlp::declare(table, &format!("model.layers.{layer}.mlp"), arch.width, mlp)))
+            }
+            Feed::Experts(experts) => Self::Experts(Box::new(Experts::declare(table, layer, arch, experts))),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The feed-forward part of each layer, from config.json: an MLP, or a mixture of experts.
 
-use super::block_spec::{DenseSpec, ExpertsSpec, Feed};
+use super::block_spec::{DenseSpec, ExpertsSpec, Feed, Scoring, SharedName, SharedSpec};
 use super::config_json::Reader;
-use super::families::{Bias, Family, Mixture};
+use super::families::{self, Bias, DenseLayers, Family, Mixture, Shared};
 use crate::error::Result;
 use crate::ops::glu::Activation;
 use serde_json::Value;
@@ -24,7 +24,10 @@ pub(super) fn read(c: &Reader, family: &Family, layers: usize) -> Result<Vec<Fee
 }
 
 fn experts(c: &Reader, mixture: &Mixture, activation: Activation) -> Result<ExpertsSpec> {
-    let count = c.count("num_experts")?.or(c.count("num_local_experts")?).unwrap_or(mixture.count);
+    let mut count = mixture.count;
+    for key in ["n_routed_experts", "num_local_experts", "num_experts"] {
+        count = c.count(key)?.unwrap_or(count);
+    }
     let top_k = c.count("num_experts_per_tok")?.unwrap_or(mixture.top_k);
     if top_k > count {
         return Err(
@@ -39,13 +42,55 @@ fn experts(c: &Reader, mixture: &Mixture, activation: Activation) -> Result<Expe
         Some(default) => c.flag("norm_topk_prob")?.unwrap_or(default),
         None => true,
     };
-    Ok(ExpertsSpec { count, top_k, width, activation, renormalizes })
+    let scoring = scoring(c, mixture.scoring, count, top_k)?;
+    let shared = shared(c, mixture, width)?;
+    Ok(ExpertsSpec { count, top_k, width, activation, renormalizes, scoring, shared })
+}
+
+/// How the router of a mixture of `count` experts weighs the `top_k` of a token.
+fn scoring(c: &Reader, scoring: families::Scoring, count: usize, top_k: usize) -> Result<Scoring> {
+    let families::Scoring::Sigmoid(groups, top_groups, scale) = scoring else { return Ok(Scoring::Softmax) };
+    for (key, only) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
+        if let Some(other) = c.text(key)?.filter(|found| found != only) {
+            return Err(c.wrong(key, &format!("must be \"{only}\" (got \"{other}\")")));
+        }
+    }
+    let groups = c.count("n_group")?.unwrap_or(groups);
+    let top_groups = c.count("topk_group")?.unwrap_or(top_groups);
+    if groups == 0 || !count.is_multiple_of(groups) || (groups > 1 && count / groups < 2) {
+        let what = format!("must divide the {count} experts into groups of at least 2 (got {groups})");
+        return Err(c.wrong("n_group", &what));
+    }
+    if top_groups == 0 || top_groups > groups || top_groups * (count / groups) < top_k {
+        let what = format!("must be 1 to {groups} groups with at least {top_k} experts together (got {top_groups})");
+        return Err(c.wrong("topk_group", &what));
+    }
+    let scale = c.number("routed_scaling_factor")?.unwrap_or(scale) as f32;
+    Ok(Scoring::Sigmoid { groups, top_groups, scale })
+}
+
+/// The expert that all tokens use, for other experts of `width`.
+fn shared(c: &Reader, mixture: &Mixture, width: usize) -> Result<Option<SharedSpec>> {
+    let (name, width) = match mixture.shared {
+        None => return Ok(None),
+        Some(Shared::Gated(default)) => {
+            (SharedName::Gated, c.count("shared_expert_intermediate_size")?.unwrap_or(default))
+        }
+        Some(Shared::Plain(default)) => (SharedName::Plain, c.count("n_shared_experts")?.unwrap_or(default) * width),
+    };
+    Ok(Some(SharedSpec { name, width }))
 }
 
 /// Whether each layer has an MLP instead of a mixture.
 fn dense_layers(c: &Reader, mixture: &Mixture, layers: usize) -> Result<Vec<bool>> {
-    if !mixture.has_dense_layers {
-        return Ok(vec![false; layers]);
+    match mixture.dense {
+        DenseLayers::Never => return Ok(vec![false; layers]),
+        DenseLayers::First(default) => {
+            let first = c.whole("first_k_dense_replace")?.unwrap_or(default);
+            return Ok((0..layers).map(|i| i < first).collect());
+        }
+        DenseLayers::Listed => return listed_dense(c, layers),
+        DenseLayers::Stepped => {}
     }
     let step = c.count("decoder_sparse_step")?.unwrap_or(1);
     let mut dense: Vec<bool> = (1..=layers).map(|i| !i.is_multiple_of(step)).collect();
@@ -61,6 +106,20 @@ fn dense_layers(c: &Reader, mixture: &Mixture, layers: usize) -> Result<Vec<bool
         }
     }
     Ok(dense)
+}
+
+/// Whether each layer is `dense` in `mlp_layer_types`. Without it, the first one is.
+fn listed_dense(c: &Reader, layers: usize) -> Result<Vec<bool>> {
+    const KEY: &str = "mlp_layer_types";
+    let Some(types) = c.get(KEY) else { return Ok((0..layers).map(|i| i == 0).collect()) };
+    let is_dense = |kind: &Value| match kind.as_str() {
+        Some("dense") => Some(true),
+        Some("sparse") => Some(false),
+        _ => None,
+    };
+    let all = types.as_array().and_then(|all| all.iter().map(is_dense).collect::<Option<Vec<bool>>>());
+    all.filter(|all| all.len() == layers)
+        .ok_or_else(|| c.wrong(KEY, &format!("must list dense or sparse for each layer ({layers})")))
 }
 
 /// The activation of MLPs and experts.

@@ -66,6 +66,12 @@ pub(super) fn has_own_head(dir: &Path, head: &str, embedding: &str) -> bool {
     }
 }
 
+/// Whether the files in `dir` have a tensor with such a name. Returns false without such files; an error in them is
+/// reported when they are loaded.
+pub(super) fn has_tensor(dir: &Path, is_such: impl Fn(&str) -> bool) -> bool {
+    Checkpoint::open(dir).is_ok_and(|found| found.names().any(is_such))
+}
+
 impl Checkpoint {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub(super) fn open(dir: &Path) -> Result<Self> {

@@ -4,6 +4,7 @@
 use super::adapter_files::AdapterFiles;
 use super::arch::{Arch, Head};
 use super::bitsandbytes::{self, Quantized};
+use super::corrections;
 use super::file_rows::FileRows;
 use super::files::{Checkpoint, Stored, listed};
 use super::init;
@@ -440,6 +441,8 @@ fn check(
         of_table.contains(name)
             || name.ends_with("rotary_emb.inv_freq")
             || bitsandbytes::is_part(name)
+            || corrections::is_correction(name)
+            || arch.is_further(name)
             || (arch.wrapper.is_some() && is_other(name))
             || (shares && name == LM_HEAD)
     };

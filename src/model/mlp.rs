@@ -26,11 +26,16 @@ pub(super) struct Mlp {
 pub(super) struct MlpSaved {
     /// The branch's input (t, d)
     n: Tensor,
-    /// (t, f)
+    inner: Inner,
+}
+
+/// The results inside the MLP (t, f).
+#[derive(Debug)]
+pub(super) struct Inner {
     gate: Tensor,
     up: Tensor,
-    /// act(gate) * up (t, f)
-    act: Tensor,
+    /// act(gate) * up
+    pub act: Tensor,
 }
 
 impl MlpSaved {
@@ -38,9 +43,9 @@ impl MlpSaved {
     pub(super) fn results(&self) -> Vec<(&'static str, &Tensor)> {
         vec![
             ("the MLP's norm", &self.n),
-            ("the gate", &self.gate),
-            ("the up projection", &self.up),
-            ("swiglu", &self.act),
+            ("the gate", &self.inner.gate),
+            ("the up projection", &self.inner.up),
+            ("swiglu", &self.inner.act),
         ]
     }
 }
@@ -62,20 +67,57 @@ impl Mlp {
             activation: spec.activation,
         }
     }
+
+    /// Everything but the last projection, from n (t, d).
+    pub(super) fn inner(&self, c: Context, n: &Tensor) -> Inner {
+        let [gate, up] = Linear::forward_each(c.w, n, [&self.gate, &self.up]);
+        let mut act = gate.like(gate.rows(), gate.width());
+        glu::forward(self.activation, &gate, &up, &mut act);
+        Inner { gate, up, act }
+    }
+
+    /// x += Wdown act, as `Body::add`.
+    pub(super) fn add_inner(&self, c: Context, act: &Tensor, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        self.down.forward_onto(c, act, x, keeps)
+    }
+
+    /// The gradient of act (t, f) from dy, and that of Wdown.
+    pub(super) fn backward_down(&self, c: Context, act: &Tensor, dy: &Tensor, grads: &mut Gradients) -> Tensor {
+        let mut dact = act.like(act.rows(), act.width());
+        self.down.backward_onto(c, act, dy, &mut dact, grads);
+        dact
+    }
+
+    /// This rank's part of dn, written or added, and the gradients of Wgate and Wup.
+    pub(super) fn backward_inner(
+        &self,
+        c: Context,
+        n: &Tensor,
+        inner: Inner,
+        dact: Tensor,
+        (dn, into): (&mut Tensor, Into),
+        grads: &mut Gradients,
+    ) {
+        let Inner { gate, up, act } = inner;
+        // `act` has served: its memory takes dgate.
+        let (mut dgate, mut dup) = (act, gate.like(gate.rows(), gate.width()));
+        glu::backward(self.activation, &gate, &up, &dact, &mut dgate, &mut dup);
+        drop((gate, up, dact));
+        self.gate.backward(c, n, &dgate, dn, into, grads);
+        self.up.backward(c, n, &dup, dn, Into::Add, grads);
+    }
 }
 
 impl Body for Mlp {
     type Saved = MlpSaved;
 
     fn forward(&self, c: Context, n: Tensor, _: &mut LayerKeys) -> MlpSaved {
-        let [gate, up] = Linear::forward_each(c.w, &n, [&self.gate, &self.up]);
-        let mut act = gate.like(gate.rows(), gate.width());
-        glu::forward(self.activation, &gate, &up, &mut act);
-        MlpSaved { n, gate, up, act }
+        let inner = self.inner(c, &n);
+        MlpSaved { n, inner }
     }
 
     fn add(&self, c: Context, saved: &MlpSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
-        self.down.forward_onto(c, &saved.act, x, keeps)
+        self.add_inner(c, &saved.inner.act, x, keeps)
     }
 
     fn run(&self, c: Context, n: Tensor, _: &mut LayerKeys, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
@@ -85,17 +127,10 @@ impl Body for Mlp {
     }
 
     fn backward(&self, c: Context, _: &Packed, saved: MlpSaved, dy: &Tensor, grads: &mut Gradients) -> Tensor {
-        let MlpSaved { n, gate, up, act } = saved;
-        let (t, f) = (gate.rows(), gate.width());
-        let mut dact = gate.like(t, f);
-        self.down.backward_onto(c, &act, dy, &mut dact, grads);
-        // `act` has served: its memory takes dgate.
-        let (mut dgate, mut dup) = (act, gate.like(t, f));
-        glu::backward(self.activation, &gate, &up, &dact, &mut dgate, &mut dup);
-        drop((gate, up, dact));
-        let mut dn = n.like(t, n.width());
-        self.gate.backward(c, &n, &dgate, &mut dn, Into::Overwrite, grads);
-        self.up.backward(c, &n, &dup, &mut dn, Into::Add, grads);
+        let MlpSaved { n, inner } = saved;
+        let dact = self.backward_down(c, &inner.act, dy, grads);
+        let mut dn = n.like(n.rows(), n.width());
+        self.backward_inner(c, &n, inner, dact, (&mut dn, Into::Overwrite), grads);
         c.tensor.sum_slice(dn.slice_mut());
         dn
     }

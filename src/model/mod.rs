@@ -10,6 +10,7 @@ pub mod arch;
 pub mod bitsandbytes;
 mod block_spec;
 mod blocks;
+pub mod corrections;
 pub mod cost;
 pub mod export;
 pub mod families;
@@ -56,6 +57,7 @@ mod on_disk;
 mod part;
 mod ring;
 mod routers;
+mod shared_expert;
 mod tensor_axis;
 mod tensor_files;
 mod unsupported;
@@ -65,7 +67,8 @@ mod wrapper;
 pub use adapter_norms::AdapterNorms;
 pub use arch::{Arch, Head};
 pub use block_spec::{
-    AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, Mixer, NormSpec, Norms, QkNorm,
+    AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, Mixer, NormSpec, Norms, QkNorm, Scoring,
+    SharedName, SharedSpec,
 };
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};

@@ -3,7 +3,7 @@
 
 use super::arch::Head;
 use super::file_rows::FileRows;
-use super::names::ROUTER;
+use super::names::{ROUTER, SHARED_GATE};
 use super::part::{Cut, TensorPart};
 use super::tuning::{Adapter, Param, Tuning};
 use crate::config::lora::AdapterInit;
@@ -131,9 +131,9 @@ impl ParamSpec {
         self.shape.iter().product()
     }
 
-    /// Whether it is the matrix of a projection, which may be quantized: routers and the taps of convolutions are not.
+    /// Whether it is the matrix of a projection, which may be quantized: routers, gates of rows and the taps of convolutions are not.
     pub fn is_projection(&self) -> bool {
-        self.shape.len() == 2 && !self.name.ends_with(ROUTER)
+        self.shape.len() == 2 && ![ROUTER, SHARED_GATE].iter().any(|end| self.name.ends_with(end))
     }
 
     /// Whether weight decay applies: to matrices, not to norms and biases.

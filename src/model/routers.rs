@@ -41,7 +41,9 @@ impl RouterSums {
             *sum += count as u64;
         }
         for row in routing.probabilities.data().chunks_exact(experts) {
-            for (sum, &p) in self.probabilities.iter_mut().zip(row) {
+            // Sigmoids count by their shares.
+            let total: f32 = if routing.is_softmax() { 1.0 } else { row.iter().sum() };
+            for (sum, p) in self.probabilities.iter_mut().zip(row.iter().map(|p| p / total)) {
                 *sum += f64::from(p);
                 self.entropy -= f64::from(p) * if p > 0.0 { f64::from(p.ln()) } else { 0.0 };
             }

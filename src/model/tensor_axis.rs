@@ -102,7 +102,8 @@ impl Arch {
     }
 
     fn narrowest_mlp(&self) -> usize {
-        self.feeds().map(Feed::width).min().unwrap_or(usize::MAX)
+        let shared = self.feeds().map(Feed::shared_width).filter(|width| *width > 0);
+        self.feeds().map(Feed::width).chain(shared).min().unwrap_or(usize::MAX)
     }
 }
 

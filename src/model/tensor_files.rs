@@ -1,6 +1,7 @@
 //! The safetensors of an export: one file, or several with an index. They are written unit by unit, a few MiB at a
 //! time.
 
+use super::corrections::Corrections;
 use super::files::Checkpoint;
 use super::naming::Naming;
 use super::params::{ParamSpec, ParamTable, tensors};
@@ -39,6 +40,8 @@ pub(super) struct TensorFiles {
     staging: Staging,
     /// The files of a model around the language model, whose other tensors are copied.
     pub(super) others: Option<Checkpoint>,
+    /// Numbers of routers, which the last file of the table has, too.
+    pub(super) corrections: Corrections,
     /// The rows so far of a parameter whose heads have another order in the files.
     ordered: Vec<f32>,
 }
@@ -97,6 +100,7 @@ impl TensorFiles {
             open: None,
             staging: Staging::default(),
             others: None,
+            corrections: Corrections::default(),
             ordered: Vec::new(),
         }
     }
@@ -105,6 +109,7 @@ impl TensorFiles {
     pub(super) fn cut_at(&mut self, shard_bytes_max: usize) -> Self {
         Self {
             others: self.others.take(),
+            corrections: std::mem::take(&mut self.corrections),
             ..Self::new(&self.dir, self.names, &self.table, self.dtype, shard_bytes_max)
         }
     }
@@ -176,14 +181,19 @@ impl TensorFiles {
         if self.written == self.table.specs()[self.next].elements() {
             (self.written, self.next) = (0, self.next + 1);
             if self.files.iter().any(|file| file.end == self.next) {
-                self.open.take().expect("a file was begun").finish()?;
+                let mut file = self.open.take().expect("a file was begun");
+                if self.next == self.table.specs().len() {
+                    self.corrections.tensors().try_for_each(|(_, values)| file.write(bytemuck::cast_slice(values)))?;
+                }
+                file.finish()?;
             }
         }
         Ok(())
     }
 
     fn begin(&mut self, file: usize) -> Result<()> {
-        let header = header(self.names, &self.table.specs()[self.files[file].clone()], self.dtype);
+        let corrections = (file + 1 == self.files.len()).then_some(&self.corrections);
+        let header = header(self.names, &self.table.specs()[self.files[file].clone()], corrections, self.dtype);
         let file = self.open.insert(LargeFile::create(&self.dir.join(self.name(file)))?);
         file.write(&(header.len() as u64).to_le_bytes())?;
         file.write(&header)
@@ -204,7 +214,12 @@ impl TensorFiles {
             let name = self.name(i);
             weight_map.extend(specs[file.clone()].iter().map(|spec| (self.names.of(spec), json!(name))));
         }
-        let mut total: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
+        for (tensor, _) in self.corrections.tensors() {
+            weight_map.insert(self.names.naming.in_files(tensor), json!(self.name(self.files.len() - 1)));
+        }
+        let corrections: usize = self.corrections.tensors().map(|(_, values)| size_of_val(values)).sum();
+        let weights: usize = specs.iter().map(|s| s.elements() * self.dtype.bytes()).sum();
+        let mut total = weights + corrections;
         if let Some(others) = &self.others {
             let name = self.name(self.files.len());
             total += self.copy_others(others, &name)?;
@@ -274,7 +289,7 @@ fn in_dtype<'a>(rows: &'a [f32], dtype: DType, bits: &'a mut Vec<u16>) -> &'a [u
 }
 
 /// The JSON header of a safetensors file, padded so that the data starts at a multiple of 8.
-fn header(names: Names, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
+fn header(names: Names, specs: &[ParamSpec], corrections: Option<&Corrections>, dtype: DType) -> Vec<u8> {
     let name = match dtype {
         DType::F32 => "F32",
         DType::Bf16 => "BF16",
@@ -288,6 +303,12 @@ fn header(names: Names, specs: &[ParamSpec], dtype: DType) -> Vec<u8> {
         let end = start + shape.iter().product::<usize>() * dtype.bytes();
         let entry = json!({"dtype": name, "shape": shape, "data_offsets": [start, end]});
         entries.insert(names.of(first), entry);
+        start = end;
+    }
+    for (tensor, values) in corrections.into_iter().flat_map(Corrections::tensors) {
+        let end = start + size_of_val(values);
+        let entry = json!({"dtype": "F32", "shape": [values.len()], "data_offsets": [start, end]});
+        entries.insert(names.naming.in_files(tensor), entry);
         start = end;
     }
     padded(entries)

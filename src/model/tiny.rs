@@ -48,6 +48,12 @@ const KEYS: &[(&str, &str)] = &[
         r#"{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": true,
             "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": false}"#,
     ),
+    (
+        "glm4_moe",
+        r#"{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": true,
+            "routed_scaling_factor": 1.5, "use_qk_norm": true, "num_nextn_predict_layers": 0}"#,
+    ),
     ("smollm3", r#"{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}"#),
     ("seed_oss", r#"{"residual_dropout": 0.0}"#),
     (
@@ -204,15 +210,21 @@ impl Shares {
         for (key, value) in config {
             match (key.as_str(), &mut *value) {
                 ("original_max_position_embeddings" | "sliding_window", _) => *value = share(value, self.context, 2),
-                ("max_window_layers", _) => *value = share(value, self.layers, 0),
+                ("max_window_layers" | "first_k_dense_replace", _) => *value = share(value, self.layers, 0),
                 ("intermediate_size", _) => *value = limited(value, MLP_WIDTH),
-                ("moe_intermediate_size", _) => *value = limited(value, EXPERT_WIDTH),
-                ("num_experts" | "num_local_experts", _) => *value = limited(value, EXPERTS),
+                ("moe_intermediate_size" | "shared_expert_intermediate_size", _) => {
+                    *value = limited(value, EXPERT_WIDTH);
+                }
+                // Two experts in a group.
+                ("n_group" | "topk_group", _) => *value = limited(value, EXPERTS / 2),
+                ("n_routed_experts" | "num_experts" | "num_local_experts", _) => *value = limited(value, EXPERTS),
                 ("num_experts_per_tok", _) => *value = limited(value, EXPERTS_PER_TOKEN),
                 ("mlp_only_layers", Value::Array(list)) => {
                     list.retain(|layer| layer.as_u64().is_some_and(|layer| layer < self.layers.0 as u64));
                 }
-                ("layer_types" | "no_rope_layers", Value::Array(list)) => list.truncate(self.layers.0),
+                ("layer_types" | "mlp_layer_types" | "no_rope_layers", Value::Array(list)) => {
+                    list.truncate(self.layers.0);
+                }
                 ("short_factor" | "long_factor", Value::Array(list)) => list.truncate(self.pairs),
                 (_, Value::Object(object)) => self.scale(object),
                 _ => {}

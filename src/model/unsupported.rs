@@ -58,7 +58,7 @@ const UNSUPPORTED: [(&[&str], &str); 14] = [
     (&["qwen35moe", "qwen3next"], "it has the gated delta rule and mixtures of experts"),
     (&["kimilinear"], "it has layers of linear attention (Kimi Delta Attention)"),
     (
-        &["ernie45moe", "glm4moe", "gptoss", "granitemoe", "minimax", "minimaxm2", "olmoe", "phimoe", "qwen2moe"],
+        &["ernie45moe", "gptoss", "granitemoe", "minimax", "minimaxm2", "olmoe", "phimoe", "qwen2moe"],
         "it has mixtures of experts",
     ),
     (&["lfm2", "lfm2moe"], "it has layers of short convolutions"),

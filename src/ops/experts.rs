@@ -4,6 +4,7 @@
 //! over its experts is in ascending order of the experts, in f32.
 
 use super::{check, matmul};
+pub use crate::device::cpu::sigmoid_router::SigmoidRule;
 use crate::device::cuda::experts::Choice;
 use crate::device::cuda::grouped::Groups as GroupsOnGpu;
 use crate::device::cuda::matmul::{self as gemm, Matrix, Way};
@@ -12,14 +13,23 @@ use crate::dtype::DType;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Indices, Tensor, Weight, WeightMut};
 
+/// How a router's logits become weights of experts.
+#[derive(Clone, Debug)]
+pub enum Rule {
+    /// The probabilities of the experts with the largest logits, divided by their sum if `renormalizes`.
+    Softmax { renormalizes: bool },
+    /// No GPU kernel supports it.
+    Sigmoid(SigmoidRule),
+}
+
 /// The experts of each row.
 #[derive(Debug)]
 pub struct Routing {
-    /// The softmax of the router's logits (t, E).
+    /// The softmax of the router's logits, or their sigmoid (t, E).
     pub probabilities: Tensor,
     /// The weights of the chosen experts (t, k).
     pub weights: Tensor,
-    renormalizes: bool,
+    rule: Rule,
     /// The choices of a GPU, which the host does not know. Then the fields below are empty.
     on_gpu: Option<Choice>,
     /// The chosen experts of each row (t, k), ascending.
@@ -42,21 +52,27 @@ pub struct Groups {
 }
 
 impl Routing {
-    /// Chooses the `k` experts with the largest of the router's `logits` (t, E), of equal ones those with the lowest
-    /// indices. Their weights are their probabilities, divided by the sum of these if `renormalizes`.
-    pub fn new(mut logits: Tensor, k: usize, renormalizes: bool) -> Self {
+    /// Chooses `k` experts of each row by the router's `logits` (t, E), of equal ones those with the lowest indices.
+    pub fn new(mut logits: Tensor, k: usize, rule: Rule) -> Self {
         let (t, experts) = (logits.rows(), logits.width());
         assert!(k <= experts, "experts: {k} of {experts}");
         let mut weights = logits.statistics(t, k);
         if logits.device() == Device::Cuda {
+            let Rule::Softmax { renormalizes } = rule else { unreachable!("no GPU kernel has other rules") };
             let choice = Choice::new(logits.cuda_mut(), experts, renormalizes, weights.cuda_mut());
             let groups = Groups { ends: Vec::new(), on_gpu: Some(choice.groups()) };
             let ([chosen, rows, places], on_gpu) = ([(); 3].map(|()| Vec::new()), Some(choice));
-            return Self { probabilities: logits, weights, renormalizes, on_gpu, chosen, rows, groups, places };
+            return Self { probabilities: logits, weights, rule, on_gpu, chosen, rows, groups, places };
         }
         // A null device leaves this choice, in which all experts have equally many rows.
         let mut chosen: Vec<u32> = (0..experts as u32).cycle().take(t * k).collect();
-        cpu::router::forward(logits.data_mut(), experts, renormalizes, &mut chosen, weights.data_mut());
+        let (scores, found) = (logits.data_mut(), weights.data_mut());
+        match &rule {
+            Rule::Softmax { renormalizes } => {
+                cpu::router::forward(scores, experts, *renormalizes, &mut chosen, found);
+            }
+            Rule::Sigmoid(rule) => rule.forward(scores, &mut chosen, found),
+        }
         let mut counts = vec![0; experts];
         for &e in &chosen {
             counts[e as usize] += 1;
@@ -68,7 +84,12 @@ impl Routing {
             (rows[*place], places[i]) = ((i / k) as u32, *place as u32);
             *place += 1;
         }
-        Self { probabilities: logits, weights, renormalizes, on_gpu: None, chosen, rows, groups, places }
+        Self { probabilities: logits, weights, rule, on_gpu: None, chosen, rows, groups, places }
+    }
+
+    /// Whether the probabilities of a row sum to 1.
+    pub fn is_softmax(&self) -> bool {
+        matches!(self.rule, Rule::Softmax { .. })
     }
 
     /// The number of rows of all experts, s.
@@ -156,7 +177,7 @@ impl Routing {
     }
 
     /// The gradient of the router's logits (t, E), given that of the weights (t, k) and, if there is a loss of the
-    /// probabilities, its slope by the probability of each expert, the same for all rows.
+    /// probabilities of a softmax, its slope by the probability of each expert, the same for all rows.
     pub fn backward(&self, dweights: &Tensor, slope: Option<&[f32]>) -> Tensor {
         let (t, experts) = (self.probabilities.rows(), self.probabilities.width());
         check("experts::backward", "dweights", dweights, t, self.weights.width());
@@ -167,14 +188,13 @@ impl Routing {
             return dlogits;
         }
         let of_weights = (&self.chosen[..], self.weights.data(), dweights.data());
-        cpu::router::backward(
-            self.probabilities.data(),
-            experts,
-            self.renormalizes,
-            of_weights,
-            slope,
-            dlogits.data_mut(),
-        );
+        let scores = self.probabilities.data();
+        match &self.rule {
+            Rule::Softmax { renormalizes } => {
+                cpu::router::backward(scores, experts, *renormalizes, of_weights, slope, dlogits.data_mut());
+            }
+            Rule::Sigmoid(rule) => rule.backward(scores, of_weights, dlogits.data_mut()),
+        }
         dlogits
     }
 }

@@ -26,6 +26,7 @@ pub mod residual;
 pub mod ring_attention;
 pub mod rmsnorm;
 pub mod rope;
+pub mod row_gate;
 pub mod rows;
 pub mod sample;
 pub mod scale;

@@ -9,8 +9,7 @@ use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::learn::Learner;
-use crate::model::Arch;
-use crate::model::small_files;
+use crate::model::{Arch, corrections, small_files};
 use crate::optim::host_state::Vector;
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
@@ -92,7 +91,7 @@ pub fn save(
     run.ranks.all.agree(written)
 }
 
-/// config.json and the tokenizer files. With them a checkpoint can be exported without the directory it began from.
+/// config.json, the tokenizer files, and what else of the model is not trained. With them a checkpoint can be exported without the directory it began from.
 fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
     for name in small_files::names(dir)? {
@@ -100,6 +99,7 @@ fn side_files(dir: &Path) -> Result<Vec<(String, Vec<u8>)>> {
             files.push((name, std::fs::read(&path).map_err(|e| Error::io("read", &path, &e))?));
         }
     }
+    files.extend(Arch::read(dir)?.0.corrections.to_file()?.map(|bytes| (corrections::FILE.to_owned(), bytes)));
     Ok(files)
 }
 

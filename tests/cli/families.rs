@@ -137,6 +137,7 @@ fn info_prints_the_facts_about_a_model() {
         ("gemma2", "attn_logit_softcapping has no GPU kernel"),
         ("ministral3", "llama_4_scaling_beta has no GPU kernel"),
         ("mixtral", "the number of experts must be a multiple of 8"),
+        ("glm4_moe", "e_score_correction_bias has no GPU kernel"),
         ("qwen3_moe", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
         ("qwen3", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
     ] {

@@ -11,7 +11,7 @@ Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/mod
   prompt               the length of that prompt, if it is not PROMPT
   values               (reward models) the score at every position
   scores               (reward models) scores of the sequence classifier for the rows as one padded batch
-  aux_loss             (mixtures of experts) the load-balancing loss of transformers over all rows
+  aux_loss             (mixtures of experts with a softmax) the load-balancing loss of transformers over all rows
   aux.PARAMETER        its gradient, where it is not zero
 Loss: sum_i weight_i * logprobs_t_i + ENTROPY_COEF * sum_i entropy_i, weight_i = ((7 i) mod 11 - 3) / 10. The loss of a
 reward model is sum_i weight_i * value_i. All in float64, eager attention, each sequence alone. (The norms and the softmax
@@ -63,6 +63,13 @@ def randomise(model, generator, embed):
             p.data = embed * noise
         else:
             p.data = noise * 1.2 / p.shape[-1] ** 0.5
+    for _, b in corrections(model):
+        b.data = 0.15 * torch.randn(b.shape, generator=generator)
+
+
+def corrections(model):
+    """The numbers by which routers choose experts, which are float32 in the files of any dtype."""
+    return [(name, b) for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def as_transformers_4(path):
@@ -202,7 +209,10 @@ def save_model(name, generator):
     config._attn_implementation = "eager"
     model = getattr(transformers, model_class)(config)
     randomise(model, generator, setting(name, "embed"))
+    exact = [b.clone() for _, b in corrections(model)]
     model.to(dtype)
+    for (_, b), values in zip(corrections(model), exact):
+        b.data = values
     directory = OUT / name
     shutil.rmtree(directory, ignore_errors=True)
     model.save_pretrained(directory, save_original_format=name != "qwen3_moe-stacked",
@@ -232,7 +242,7 @@ def make(name, seed):
     for parameter, p in model.named_parameters():
         if p.grad is not None:
             out.update({f"grad.{name}": part for name, part in in_files(parameter, p.grad, saved)})
-    if hasattr(model.config, "num_experts_per_tok") and not name.startswith("reward"):
+    if hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") and not name.startswith("reward"):
         model.zero_grad(set_to_none=True)
         out["aux_loss"] = balance_loss(model, rows)[None]
         out["aux_loss"].sum().backward()

@@ -215,6 +215,19 @@ MODELS = {
         rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 0],
                              mrope_interleaved=True),
     ), torch.bfloat16, None, 5),
+    # Routers with corrections: one group of experts, and two of four, whose weights do not sum to one.
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=24, intermediate_size=13, moe_intermediate_size=9, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, n_routed_experts=6, num_experts_per_tok=2, first_k_dense_replace=1,
+        routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=200.0, partial_rotary_factor=0.5),
+    ), torch.bfloat16, "20KB", 5),
+    "glm4_moe-groups": ("Glm4MoeConfig", "Glm4MoeForCausalLM", dict(
+        hidden_size=25, intermediate_size=13, moe_intermediate_size=11, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, n_routed_experts=8, num_experts_per_tok=3, first_k_dense_replace=0, n_group=4, topk_group=2,
+        n_shared_experts=2, norm_topk_prob=False, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=200.0, partial_rotary_factor=0.5),
+    ), torch.float32, None, 4),
 }
 
 # The rows' lengths, the prompt's, the number of new tokens, the embedding's scale, the seed (None: 100 + the index).
@@ -239,6 +252,8 @@ SETTINGS = {
     "reward-qwen3_5_text": dict(seed=127),
     "reward-gemma3_text": dict(embed=0.25),
     "qwen3_moe": dict(embed=0.25),
+    "glm4_moe": dict(seed=322),
+    "glm4_moe-groups": dict(embed=0.25, seed=337),
 }
 
 

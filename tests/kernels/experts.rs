@@ -7,7 +7,7 @@ use rlhf_hpc::device::cuda::grouped::{self, Groups};
 use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Tile, Way};
 use rlhf_hpc::device::cuda::{Memory, gpu};
 use rlhf_hpc::dtype::DType::{Bf16, F32};
-use rlhf_hpc::ops::experts::{self, Routing};
+use rlhf_hpc::ops::experts::{self, Routing, Rule};
 use rlhf_hpc::tensor::Tensor;
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn logits(rows: usize, experts: usize) -> Vec<f32> {
 }
 
 fn routed(device: Device, values: &[f32], [rows, experts, k]: [usize; 3], renormalizes: bool) -> Routing {
-    Routing::new(Tensor::from_slice(rows, experts, values).on(device, F32), k, renormalizes)
+    Routing::new(Tensor::from_slice(rows, experts, values).on(device, F32), k, Rule::Softmax { renormalizes })
 }
 
 fn assert_near(what: &str, got: &[f32], want: &[f32], relative: f32, absolute: f32) {

@@ -1,7 +1,7 @@
 //! Mixtures of experts: the choice of experts, and their products, which have the bits of one product for each expert.
 
 use crate::ops::probe::{Matrix, Numbers, assert_near, same_bits, same_on_threads_and_levels, wide};
-use rlhf_hpc::ops::experts::{self, Addend, Routing};
+use rlhf_hpc::ops::experts::{self, Addend, Routing, Rule};
 use rlhf_hpc::ops::matmul::{self, Into};
 use rlhf_hpc::tensor::{DType, Layout, Tensor, Weight, WeightMut};
 
@@ -47,7 +47,7 @@ fn picked(x: &Tensor, own: &[usize]) -> Tensor {
 fn the_products_of_experts_have_the_bits_of_one_product_for_each() {
     for (rows, experts, chosen, n, k) in SHAPES {
         let mut numbers = Numbers::new((rows * n + k) as u64);
-        let routing = Routing::new(logits(rows, experts, &mut numbers), chosen, true);
+        let routing = Routing::new(logits(rows, experts, &mut numbers), chosen, Rule::Softmax { renormalizes: true });
         let own = sorted(&routing, experts);
         let (x, dy) = (numbers.tensor(rows, k), numbers.tensor(rows, n));
         let (xs, dys) = (routing.gather(&x), routing.gather(&dy));
@@ -111,7 +111,7 @@ fn weights_of_experts_and_their_gradients_equal_those_in_f64() {
     let (rows, experts) = (7, 9);
     for (k, renormalizes) in [(1, true), (3, true), (3, false), (9, false)] {
         let logits = logits(rows, experts, &mut numbers);
-        let routing = Routing::new(logits.clone(), k, renormalizes);
+        let routing = Routing::new(logits.clone(), k, Rule::Softmax { renormalizes });
         let dweights = numbers.tensor(rows, k);
         let slope: Vec<f32> = numbers.vec(experts);
         let got = routing.backward(&dweights, Some(&slope));
@@ -150,7 +150,7 @@ fn weights_of_experts_and_their_gradients_equal_those_in_f64() {
 #[test]
 fn of_experts_with_equal_logits_those_with_the_lowest_indices_are_chosen() {
     let logits = Tensor::from_slice(2, 5, &[0.5, 1.0, 0.5, 1.0, 0.5, -0.0, 0.0, 0.0, 0.0, 0.0]);
-    let routing = Routing::new(logits, 3, true);
+    let routing = Routing::new(logits, 3, Rule::Softmax { renormalizes: true });
     assert_eq!(routing.chosen(), [0, 1, 3, 0, 1, 2]);
     assert_eq!(routing.groups.counts().collect::<Vec<_>>(), [2, 2, 1, 1, 0]);
 }
@@ -159,7 +159,7 @@ fn of_experts_with_equal_logits_those_with_the_lowest_indices_are_chosen() {
 fn a_row_is_the_weighted_sum_of_its_experts_in_ascending_order_onto_its_addend() {
     let mut numbers = Numbers::new(11);
     let (rows, experts, k, width) = (6, 4, 3, 37);
-    let routing = Routing::new(logits(rows, experts, &mut numbers), k, false);
+    let routing = Routing::new(logits(rows, experts, &mut numbers), k, Rule::Softmax { renormalizes: false });
     let (y, c) = (numbers.tensor(routing.row_count(), width), numbers.tensor(rows, width));
     let starts: Vec<usize> =
         routing.groups.counts().scan(0, |end, count| Some(std::mem::replace(end, *end + count))).collect();
@@ -190,7 +190,7 @@ fn a_row_is_the_weighted_sum_of_its_experts_in_ascending_order_onto_its_addend()
 fn the_gradient_of_a_weight_is_the_product_of_its_expert_with_the_slope() {
     let mut numbers = Numbers::new(13);
     let (rows, experts, k, width) = (5, 4, 2, 45);
-    let routing = Routing::new(logits(rows, experts, &mut numbers), k, true);
+    let routing = Routing::new(logits(rows, experts, &mut numbers), k, Rule::Softmax { renormalizes: true });
     let (act, dact) = (numbers.tensor(routing.row_count(), width), numbers.tensor(routing.row_count(), width));
     let (mut weighed, mut dweighed) = (act.clone(), dact.clone());
     let slopes = experts::weigh(&mut weighed, &mut dweighed, &routing.row_weights());

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 20] = [
+pub const DENSE_MODELS: [&str; 22] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -34,6 +34,8 @@ pub const DENSE_MODELS: [&str; 20] = [
     "mixtral",
     "qwen3_moe",
     "qwen3_moe-stacked",
+    "glm4_moe",
+    "glm4_moe-groups",
 ];
 /// Language models with adapters.
 pub const ADAPTED: [&str; 12] = [

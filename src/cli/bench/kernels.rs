@@ -9,7 +9,7 @@ use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, TensorPart};
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
 use crate::ops::delta::{self, DeltaShape, StateLayer, StateRow, States};
-use crate::ops::experts::Routing;
+use crate::ops::experts::{Routing, Rule};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
 use crate::ops::ring_attention::{self, Backward, Steps};
@@ -87,7 +87,7 @@ fn experts(meter: &mut Meter, name: &str, [n, k]: [usize; 2], spec: &ExpertsSpec
     for (i, chosen) in (0..s / spec.top_k * spec.top_k).map(|i| (i / spec.top_k, i % count)) {
         logits.row_mut(i)[chosen] = 1.0;
     }
-    let routing = Routing::new(logits, spec.top_k, spec.renormalizes);
+    let routing = Routing::new(logits, spec.top_k, Rule::Softmax { renormalizes: spec.renormalizes });
     let (s, groups) = (routing.row_count(), &routing.groups);
     let len = Layout::Panel.len(n, k);
     let (x, dy, mut gradients) = (filled(s, k), filled(s, n), Buffer::zeros(count * len));

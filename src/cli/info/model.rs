@@ -6,7 +6,9 @@ use crate::error::{Result, format_bytes};
 use crate::launch::gpu;
 use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
-use crate::model::{Arch, DeltaSpec, ExpertsSpec, Feed, Head, OnDisk, ParamTable, Tensors};
+use crate::model::{
+    Arch, DeltaSpec, ExpertsSpec, Feed, Head, OnDisk, ParamTable, Scoring, SharedName, SharedSpec, Tensors,
+};
 use crate::text::Tokenizer;
 use std::path::Path;
 
@@ -96,13 +98,36 @@ fn feeds(arch: &Arch) -> Vec<String> {
         let of = if are_several { format!(" in {}", counted(layers, "layer")) } else { String::new() };
         match feed.experts() {
             None => format!("width {width} ({activation}){of}"),
-            Some(ExpertsSpec { count, top_k, renormalizes, .. }) => {
-                let weights = if *renormalizes { "weights sum to 1" } else { "weights are probabilities" };
-                format!("{count} experts of width {width} ({activation}){of}; {top_k} for each token, {weights}")
-            }
+            Some(experts) => mixture(experts, &of),
         }
     };
     kinds.into_iter().map(text).collect()
+}
+
+/// A mixture of experts in `layers`.
+fn mixture(of: &ExpertsSpec, layers: &str) -> String {
+    let ExpertsSpec { count, top_k, width, activation, renormalizes, scoring, shared } = of;
+    let weights = match (scoring, renormalizes) {
+        (Scoring::Softmax, true) => "weights sum to 1".to_owned(),
+        (Scoring::Softmax, false) => "weights are probabilities".to_owned(),
+        (Scoring::Sigmoid { scale, .. }, true) => format!("weights sum to {scale}"),
+        (Scoring::Sigmoid { scale, .. }, false) => format!("weights are sigmoids times {scale}"),
+    };
+    let groups = match scoring {
+        Scoring::Sigmoid { groups, top_groups, .. } if top_groups < groups => {
+            format!(" from {top_groups} of {groups} groups")
+        }
+        _ => String::new(),
+    };
+    let shared = match shared {
+        None => String::new(),
+        Some(SharedSpec { name: SharedName::Gated, width }) => {
+            format!("; one of width {width} with a gate for all tokens")
+        }
+        Some(SharedSpec { name: SharedName::Plain, width }) => format!("; one of width {width} for all tokens"),
+    };
+    let name = activation.name();
+    format!("{count} experts of width {width} ({name}){layers}; {top_k} for each token{groups}, {weights}{shared}")
 }
 
 /// Each kind of layers: how many there are, their window and their rope.

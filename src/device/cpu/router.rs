@@ -7,7 +7,7 @@ use super::softmax::{floored, row_stats};
 use crate::device::simd::{level, leveled};
 
 /// The number of values below which one thread computes all rows.
-const SERIAL_BELOW: usize = 4096;
+pub(super) const SERIAL_BELOW: usize = 4096;
 
 leveled! {
     fn probabilities(row: &mut [f32], max: f32, sum_exp: f32) {
@@ -18,7 +18,7 @@ leveled! {
 }
 
 /// The indices of the largest values, ascending. Of equal values the lowest indices are chosen. NaN is below all numbers.
-fn choose(row: &[f32], best: &mut [(f32, u32)], chosen: &mut [u32]) {
+pub(super) fn choose(row: &[f32], best: &mut [(f32, u32)], chosen: &mut [u32]) {
     let mut found = 0;
     for (i, &x) in (0..).zip(row) {
         let x = if x.is_nan() { f32::NEG_INFINITY } else { x };

@@ -1,0 +1,108 @@
+//! The expert that all tokens of a mixture use: y = s Wdown (act(Wgate n) * Wup n), where s = sigmoid(w n) for each token,
+//! or 1 (arXiv:2401.06066, section 3.2).
+
+use super::block_spec::{DenseSpec, ExpertsSpec, SharedName};
+use super::context::Context;
+use super::mlp::{Inner, Mlp};
+use super::names::SHARED_GATE;
+use super::params::{ParamId, ParamTable};
+use super::part::Cut;
+use super::weights::Gradients;
+use crate::ops::matmul::{self, Into};
+use crate::ops::row_gate;
+use crate::tensor::{Layout, Tensor};
+
+#[derive(Clone, Debug)]
+pub(super) struct SharedExpert {
+    mlp: Mlp,
+    /// w (1, d), the same on each rank, if a token weighs the expert.
+    gate: Option<ParamId>,
+}
+
+/// The activations that the backward needs, besides n.
+#[derive(Debug)]
+pub(super) struct SharedSaved {
+    inner: Inner,
+    /// w n (t, 1)
+    logits: Option<Tensor>,
+}
+
+impl SharedExpert {
+    /// Declares `name.shared_expert.gate_proj` and so on, for `name` = the feed-forward of a layer, if the mixture has
+    /// such an expert.
+    pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: &ExpertsSpec) -> Option<Self> {
+        let shared = spec.shared?;
+        let dense = DenseSpec { width: shared.width, activation: spec.activation, bias: false, is_joined: false };
+        let part = if shared.name == SharedName::Gated { "shared_expert" } else { "shared_experts" };
+        let mlp = Mlp::declare(table, &format!("{name}.{part}"), width, &dense);
+        let gate = (shared.name == SharedName::Gated).then(|| {
+            let dims = [Cut::Whole(1), Cut::Whole(width)];
+            table.add(&format!("{name}{SHARED_GATE}"), &dims, Layout::Panel, table.normal())
+        });
+        Some(Self { mlp, gate })
+    }
+
+    /// Everything but the last projection, from n (t, d).
+    pub(super) fn forward(&self, c: Context, n: &Tensor) -> SharedSaved {
+        let logits = self.gate.map(|gate| {
+            let mut logits = n.statistics(n.rows(), 1);
+            matmul::forward(n, c.w.operand(gate, n.rows()), None, &mut logits, Into::Overwrite);
+            logits
+        });
+        SharedSaved { inner: self.mlp.inner(c, n), logits }
+    }
+
+    /// act(gate) * up, times s if a token weighs it.
+    fn weighed(saved: &SharedSaved) -> Option<Tensor> {
+        let act = &saved.inner.act;
+        saved.logits.as_ref().map(|logits| {
+            let mut y = act.like(act.rows(), act.width());
+            row_gate::forward(logits, act, &mut y);
+            y
+        })
+    }
+
+    /// x += y, as `Body::add`.
+    pub(super) fn add(&self, c: Context, saved: &SharedSaved, x: &mut Tensor, keeps: bool) -> Option<Tensor> {
+        let weighed = Self::weighed(saved);
+        self.mlp.add_inner(c, weighed.as_ref().unwrap_or(&saved.inner.act), x, keeps)
+    }
+
+    /// dn += this rank's part of the gradient of n through the MLP. Returns the gradient of w n, which all ranks have.
+    pub(super) fn backward(
+        &self,
+        c: Context,
+        n: &Tensor,
+        saved: SharedSaved,
+        dy: &Tensor,
+        dn: &mut Tensor,
+        grads: &mut Gradients,
+    ) -> Option<Tensor> {
+        let weighed = Self::weighed(&saved);
+        let SharedSaved { inner, logits } = saved;
+        let mut dact = self.mlp.backward_down(c, weighed.as_ref().unwrap_or(&inner.act), dy, grads);
+        let dlogits = logits.map(|logits| {
+            let mut dlogits = row_gate::backward(&logits, &inner.act, &mut dact);
+            c.tensor.sum_slice(dlogits.slice_mut());
+            dlogits
+        });
+        self.mlp.backward_inner(c, n, inner, dact, (dn, Into::Add), grads);
+        dlogits
+    }
+
+    /// dn += dlogits w, which is the same on each rank, and dw += dlogits^T n.
+    pub(super) fn backward_gate(
+        &self,
+        c: Context,
+        n: &Tensor,
+        dlogits: &Tensor,
+        dn: &mut Tensor,
+        grads: &mut Gradients,
+    ) {
+        let gate = self.gate.expect("only a gate has logits");
+        if !gate.is_frozen {
+            matmul::backward_weight(dlogits, n, grads.weight_mut(gate), c.w.dtype());
+        }
+        matmul::backward_input(dlogits, c.w.weight(gate), dn, Into::Add);
+    }
+}
