@@ -350,6 +350,9 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     if arch.attention().has_gate {
         return Some("attn_output_gate");
     }
+    if arch.attention().latent.is_some() {
+        return Some("kv_lora_rank");
+    }
     let mixtures = || arch.feeds().filter_map(Feed::experts);
     if mixtures().any(|experts| experts.scoring != Scoring::Softmax) {
         return Some("e_score_correction_bias");

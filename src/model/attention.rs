@@ -145,7 +145,7 @@ impl Body for Attention {
             }
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
-                attention::kv_append(cache, [&mut q, &mut k], &v, (c.positions, rope_table), paged, shape);
+                attention::kv_append(cache, [&mut q, &mut k], Some(&v), (c.positions, rope_table), paged, shape);
                 attention::forward_paged(&q, cache, paged, shape, &mut o);
                 // Only packed keys have a backward, which asks for k and lse.
                 (o, q.statistics(0, shape.heads))

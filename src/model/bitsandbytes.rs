@@ -11,6 +11,7 @@
 
 use super::config_json::Reader;
 use super::files::{Checkpoint, Stored};
+use super::fp8;
 use crate::error::{Error, Result};
 use crate::tensor::nf4::{Absmax, BLOCK, NESTED_BLOCK, Nested, Nf4, TABLE};
 use safetensors::Dtype;
@@ -24,7 +25,7 @@ const STATE: &str = "quant_state.bitsandbytes__";
 const PARTS: [&str; 4] = ["absmax", "quant_map", "nested_absmax", "nested_quant_map"];
 const HINT: &str = "use a model that is not quantized, or one in nf4 (`bnb_4bit_quant_type = \"nf4\"`)";
 
-/// Whether config.json describes weights in nf4. False if they are not quantized.
+/// Whether config.json describes weights in nf4. False if they are not quantized, or in FP8.
 ///
 /// # Errors
 /// `Data` if they are quantized in another way.
@@ -32,8 +33,11 @@ pub fn is_nf4(config: &Map<String, Value>) -> Result<bool> {
     let config = Reader::new(config);
     let Some(quantization) = config.object(QUANTIZATION)? else { return Ok(false) };
     let wrong = |key: &str, what: String| Err(quantization.wrong(key, &what).hint(HINT));
+    if quantization.text("quant_method")?.as_deref() == Some("fp8") {
+        return fp8::check_config(&quantization).map(|()| false);
+    }
     if let Some(method) = quantization.text("quant_method")?.filter(|method| method != "bitsandbytes") {
-        return wrong("quant_method", format!("must be \"bitsandbytes\" (got \"{method}\")"));
+        return wrong("quant_method", format!("must be \"bitsandbytes\" or \"fp8\" (got \"{method}\")"));
     }
     if quantization.flag("load_in_8bit")? == Some(true) {
         return wrong("load_in_8bit", "must be false: int8 weights are not supported".into());

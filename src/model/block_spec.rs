@@ -95,6 +95,32 @@ pub struct AttentionSpec {
     pub qk_norm: QkNorm,
     /// Whether each query head has a gate: its result times sigmoid(gate).
     pub has_gate: bool,
+    /// The parts of heads, if keys and values are one compressed vector of each token. Then `kv_heads` is 1, and `head_dim`
+    /// the width of that vector.
+    pub latent: Option<LatentSpec>,
+}
+
+/// Latent attention (arXiv:2412.19437, section 2.1.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LatentSpec {
+    /// The width of compressed queries. `None`: they are not compressed.
+    pub q_rank: Option<usize>,
+    /// The width of compressed keys and values.
+    pub kv_rank: usize,
+    /// Columns of a head of queries and keys that are not rotated, and those that are.
+    pub plain: usize,
+    pub rotated: usize,
+    /// Columns of a head of values.
+    pub value: usize,
+    /// Whether the files turn column 2i with 2i + 1.
+    pub is_interleaved: bool,
+}
+
+impl LatentSpec {
+    /// Columns of a head of queries.
+    pub fn query(&self) -> usize {
+        self.plain + self.rotated
+    }
 }
 
 /// The gated delta rule. Value head h reads key head h / (value_heads / key_heads).
@@ -168,6 +194,18 @@ impl AttentionSpec {
         Cut::Heads { queries: self.heads, group: 1, head_dim: 2 * self.head_dim }
     }
 
+    /// The elements of all matrices, for a hidden state of `width`.
+    pub fn elements(&self, width: usize) -> usize {
+        let Some(latent) = &self.latent else {
+            let queries = if self.has_gate { self.gated_queries() } else { self.queries() };
+            return width * (self.q_width() + queries.size() + 2 * self.kv_width());
+        };
+        let LatentSpec { kv_rank, plain, rotated, value, .. } = *latent;
+        let queries = self.heads * latent.query();
+        let of_queries = latent.q_rank.map_or(width * queries, |rank| rank * (width + queries));
+        of_queries + width * (kv_rank + rotated) + self.heads * (kv_rank * (plain + value) + value * width)
+    }
+
     /// The cut of all key (or value) heads.
     pub fn keys(&self) -> Cut {
         Cut::Heads { queries: self.heads, group: self.heads / self.kv_heads, head_dim: self.head_dim }
@@ -176,6 +214,11 @@ impl AttentionSpec {
     /// Columns of all query heads.
     pub fn q_width(&self) -> usize {
         self.heads * self.head_dim
+    }
+
+    /// The values of a token in the cache.
+    pub fn cached_values(&self) -> usize {
+        if self.latent.is_some() { self.kv_width() } else { 2 * self.kv_width() }
     }
 
     /// Columns of all key (or value) heads.
@@ -192,6 +235,7 @@ impl AttentionSpec {
             window: self.window,
             scale: self.scale,
             softcap: self.softcap,
+            values_are_keys: self.latent.is_some(),
         }
     }
 }

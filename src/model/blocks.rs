@@ -1,8 +1,8 @@
 //! The layers of a model, from config.json: attention and MLP, and the window and the rotary embedding of each layer.
 
-use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, Mixer, QkNorm};
+use super::block_spec::{AttentionSpec, BlockSpec, DeltaSpec, LatentSpec, Mixer, QkNorm};
 use super::config_json::{FULL, LINEAR, Reader, SLIDING};
-use super::families::{Family, Number, Scores, Windows};
+use super::families::{Family, Latent, Number, Scores, Windows};
 use super::feeds::{self, has_bias};
 use super::rope::{Rope, Scaling};
 use crate::error::Result;
@@ -21,24 +21,37 @@ impl Blocks {
     /// `Data` for wrong or unsupported values.
     pub fn read(c: &Reader, family: &Family, width: usize, layers: usize, context: usize) -> Result<Self> {
         let heads = c.count_needed("num_attention_heads")?;
-        let head_dim = head_dim(c, family, width, heads)?;
+        let latent = family.latent.map(|defaults| latent(c, heads, defaults)).transpose()?;
+        let head_dim = match &latent {
+            Some(latent) => latent.kv_rank + latent.rotated,
+            None => head_dim(c, family, width, heads)?,
+        };
+        let kv_heads = c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads);
         let attention = AttentionSpec {
             heads,
-            kv_heads: c.count("num_key_value_heads")?.or(family.kv_heads).unwrap_or(heads),
+            kv_heads: if latent.is_some() { 1 } else { kv_heads },
             head_dim,
             window: None,
             rope: 0,
-            scale: score_scale(c, family, head_dim)?,
+            scale: score_scale(c, family, latent.map_or(head_dim, |latent| latent.query()))?,
             softcap: positive(c, family.score_softcap)?,
             qkv_bias: has_bias(c, family.qkv_bias)?,
             o_bias: has_bias(c, family.o_bias)?,
             qk_norm: qk_norm(c, family)?,
             has_gate: family.is_hybrid,
+            latent,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
         let feeds = feeds::read(c, family, layers)?;
         let residual_scale = positive(c, family.residual_scale)?.unwrap_or(1.0);
-        let (kinds, ropes) = kinds(c, family, layers, context)?;
+        let (kinds, mut ropes) = kinds(c, family, layers, context)?;
+        let mut attention = attention;
+        if let Some(latent) = latent {
+            attention.scale *= ropes[0].score_factor() as f32;
+            for rope in &mut ropes {
+                rope.columns = Some(latent.rotated);
+            }
+        }
         let block = |(Kind { window, rope, is_linear }, feed)| {
             let mixer = match delta {
                 Some(delta) if is_linear => Mixer::Delta(delta),
@@ -76,6 +89,30 @@ fn delta(c: &Reader) -> Result<DeltaSpec> {
     }
     let (key_dim, value_dim) = (count("linear_key_head_dim", 128)?, count("linear_value_head_dim", 128)?);
     Ok(DeltaSpec { key_heads, value_heads, key_dim, value_dim, taps: count("linear_conv_kernel_dim", 4)? })
+}
+
+/// The latent attention of a family that has it, with `heads` heads.
+fn latent(c: &Reader, heads: usize, defaults: Latent) -> Result<LatentSpec> {
+    if let Some(other) = c.count("num_key_value_heads")?.filter(|kv_heads| *kv_heads != heads) {
+        let what = format!("must be num_attention_heads ({heads}) in this family (got {other})");
+        return Err(c.wrong("num_key_value_heads", &what));
+    }
+    let count = |key: &str, default: usize| Ok(c.count(key)?.unwrap_or(default));
+    let q_rank = if c.has("q_lora_rank") { c.count("q_lora_rank")? } else { Some(defaults.q_rank) };
+    let latent = LatentSpec {
+        q_rank,
+        kv_rank: count("kv_lora_rank", 512)?,
+        plain: count("qk_nope_head_dim", defaults.plain)?,
+        rotated: count("qk_rope_head_dim", 64)?,
+        value: count("v_head_dim", defaults.value)?,
+        is_interleaved: c.flag("rope_interleave")?.unwrap_or(true),
+    };
+    for (key, size) in [("kv_lora_rank", latent.kv_rank), ("qk_rope_head_dim", latent.rotated)] {
+        if !size.is_multiple_of(2) {
+            return Err(c.wrong(key, &format!("must be even (got {size})")));
+        }
+    }
+    Ok(latent)
 }
 
 /// The norm of queries and keys, which some families have only with `use_qk_norm`.
@@ -121,7 +158,8 @@ fn kinds(c: &Reader, family: &Family, layers: usize, context: usize) -> Result<(
     };
     let of_sliding =
         if family.rope.by_layer.is_some() { index(Rope::read(c, context, family.rope, SLIDING)?) } else { 0 };
-    let none = Rope { theta: family.rope.theta, partial: 0.0, scaling: Scaling::None, query_scale: None };
+    let none =
+        Rope { theta: family.rope.theta, partial: 0.0, scaling: Scaling::None, query_scale: None, columns: None };
     let without = if has_rope.contains(&false) { index(none) } else { 0 };
     let linear = linear_layers(c, family, layers)?;
     let kind = |((window, has_rope), is_linear): ((Option<usize>, bool), bool)| {

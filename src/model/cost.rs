@@ -18,7 +18,7 @@
 //! counts t^2 / 2 in integers, for dealing rows to ranks and for the model FLOPs of a step.
 
 use super::arch::Arch;
-use super::block_spec::{BlockSpec, Feed, Mixer, SharedName};
+use super::block_spec::{AttentionSpec, BlockSpec, Feed, Mixer, SharedName};
 use super::part::{Cut, TensorPart};
 use crate::ops::{attention, delta};
 use crate::tensor::DType;
@@ -60,10 +60,7 @@ impl Add for Work {
 pub fn layer_elements(arch: &Arch, block: &BlockSpec, tokens: usize) -> usize {
     let d = arch.width;
     let mixer = match &block.mixer {
-        Mixer::Attention(attention) => {
-            let queries = if attention.has_gate { attention.gated_queries() } else { attention.queries() };
-            d * (attention.q_width() + queries.size() + 2 * attention.kv_width())
-        }
+        Mixer::Attention(attention) => attention.elements(d),
         Mixer::Delta(delta) => d * (2 * delta.keys().size() + 3 * delta.values().size() + 2 * delta.value_heads),
     };
     let feed = match &block.feed {
@@ -92,7 +89,9 @@ pub fn forward_values(arch: &Arch, part: TensorPart) -> usize {
     let of_block = |block: &BlockSpec| {
         let mixer = match &block.mixer {
             Mixer::Attention(attention) => {
-                let queries = attention.queries().len(part) * if attention.has_gate { 3 } else { 1 };
+                // Gates, or heads in two orders.
+                let is_more = attention.has_gate || attention.latent.is_some();
+                let queries = attention.queries().len(part) * if is_more { 3 } else { 1 };
                 2 * (queries + attention.keys().len(part))
             }
             // Projections, convolutions and normed heads, and the rule's result, gated and not.
@@ -116,7 +115,7 @@ pub fn forward(arch: &Arch, dtype: DType, sequences: &[(usize, usize)], rows: us
     let (body, head) = (elements(arch), arch.width * arch.vocabulary);
     let weights = elements_read(arch, tokens) + if rows > 0 { head } else { 0 };
     let past: usize = sequences.iter().map(|s| s.0).sum();
-    let cached = past * arch.attentions().map(|attention| 2 * attention.kv_width()).sum::<usize>();
+    let cached = past * arch.attentions().map(AttentionSpec::cached_values).sum::<usize>();
     let pairs = |window| sequences.iter().map(|&(past, new)| attention::pairs(past, new, window)).sum::<f64>();
     Work {
         products: 2.0 * (tokens * body + rows * head) as f64,

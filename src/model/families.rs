@@ -62,6 +62,14 @@ pub enum Embedded {
     Multiplied,
 }
 
+/// The defaults of the keys of latent attention: `q_lora_rank`, `qk_nope_head_dim` and `v_head_dim`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Latent {
+    pub q_rank: usize,
+    pub plain: usize,
+    pub value: usize,
+}
+
 /// The mixtures of experts of a family, with the defaults of their keys. `num_experts` or `num_local_experts` is the
 /// number of experts, `num_experts_per_tok` that of a token.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -125,6 +133,8 @@ pub struct Family {
     pub qk_norm: QkNorm,
     /// Whether some layers have the gated delta rule instead of attention, and the others gates on their query heads.
     pub is_hybrid: bool,
+    /// The latent attention, if layers have it.
+    pub latent: Option<Latent>,
     /// The mixtures of experts, if layers have one instead of the MLP.
     pub experts: Option<Mixture>,
     pub norms: Norms,

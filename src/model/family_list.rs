@@ -2,7 +2,7 @@
 
 use super::block_spec::{Norms, QkNorm};
 use super::expert_files::ExpertForm;
-use super::families::{Bias, DenseLayers, Embedded, Family, Mixture, Number, Scores, Scoring, Shared, Windows};
+use super::families::{Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, Scores, Scoring, Shared, Windows};
 use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use crate::ops::glu::Activation;
@@ -53,6 +53,32 @@ const SIGMOID_KEYS: &[&str] = &[
     "use_qk_norm",
 ];
 
+/// The same with latent attention.
+const LATENT_KEYS: &[&str] = &[
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "mlp_layer_types",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    FURTHER_LAYERS,
+    "q_lora_rank",
+    // The sum of the two below.
+    "qk_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "rope_interleave",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_group",
+    "topk_method",
+    "v_head_dim",
+];
+
 /// The most common value of each field.
 const LLAMA: Family = Family {
     name: "llama",
@@ -64,6 +90,7 @@ const LLAMA: Family = Family {
     mlp_bias: Bias::Key("mlp_bias", false),
     qk_norm: QkNorm::None,
     is_hybrid: false,
+    latent: None,
     experts: None,
     norms: Norms::PRE,
     files: FileForm::PLAIN,
@@ -125,6 +152,28 @@ const GEMMA2: Family = Family {
     ..LLAMA
 };
 
+const SIGMOIDS: Mixture = Mixture {
+    count: 256,
+    top_k: 8,
+    width: Some(2048),
+    renormalizes: Some(true),
+    scoring: Scoring::Sigmoid(8, 4, 2.5),
+    dense: DenseLayers::First(3),
+    shared: Some(Shared::Plain(1)),
+};
+
+const DEEPSEEK_V3: Family = Family {
+    name: "deepseek_v3",
+    causal: "DeepseekV3ForCausalLM",
+    classifier: "DeepseekV3ForSequenceClassification",
+    keys: LATENT_KEYS,
+    mlp_bias: Bias::Never,
+    latent: Some(Latent { q_rank: 1536, plain: 128, value: 128 }),
+    experts: Some(SIGMOIDS),
+    context: 4096,
+    ..LLAMA
+};
+
 const OLMO2: Family = Family {
     name: "olmo2",
     causal: "Olmo2ForCausalLM",
@@ -137,7 +186,7 @@ const OLMO2: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-pub(super) static FAMILIES: [Family; 18] = [
+pub(super) static FAMILIES: [Family; 20] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -315,18 +364,34 @@ pub(super) static FAMILIES: [Family; 18] = [
         qk_norm: QkNorm::PerHead,
         experts: Some(Mixture {
             count: 128,
-            top_k: 8,
             width: Some(1408),
-            renormalizes: Some(true),
             scoring: Scoring::Sigmoid(1, 1, 1.0),
             dense: DenseLayers::First(1),
-            shared: Some(Shared::Plain(1)),
+            ..SIGMOIDS
         }),
         norm_eps: 1e-5,
         rope: RopeDefaults { partial: Some(0.5), ..RopeDefaults::PLAIN },
         kv_heads: Some(8),
         context: 131_072,
         ..LLAMA
+    },
+    DEEPSEEK_V3,
+    Family {
+        name: "glm4_moe_lite",
+        causal: "Glm4MoeLiteForCausalLM",
+        classifier: "Glm4MoeLiteForSequenceClassification",
+        latent: Some(Latent { q_rank: 768, plain: 192, value: 256 }),
+        experts: Some(Mixture {
+            count: 64,
+            top_k: 4,
+            width: Some(1536),
+            scoring: Scoring::Sigmoid(1, 1, 1.8),
+            dense: DenseLayers::Listed,
+            ..SIGMOIDS
+        }),
+        norm_eps: 1e-5,
+        context: 202_752,
+        ..DEEPSEEK_V3
     },
     OLMO2,
     Family {

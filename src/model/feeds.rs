@@ -55,6 +55,9 @@ fn scoring(c: &Reader, scoring: families::Scoring, count: usize, top_k: usize) -
             return Err(c.wrong(key, &format!("must be \"{only}\" (got \"{other}\")")));
         }
     }
+    if let Some(step) = c.count("moe_layer_freq")?.filter(|step| *step != 1) {
+        return Err(c.wrong("moe_layer_freq", &format!("must be 1 (got {step})")));
+    }
     let groups = c.count("n_group")?.unwrap_or(groups);
     let top_groups = c.count("topk_group")?.unwrap_or(top_groups);
     if groups == 0 || !count.is_multiple_of(groups) || (groups > 1 && count / groups < 2) {

@@ -24,27 +24,30 @@ pub struct HeadRows {
     pub is_interleaved: bool,
     /// Whether each head has as many further rows after it, in the same order.
     pub has_gate: bool,
+    /// The number of rows before those of each head, in the same order.
+    pub skipped: usize,
 }
 
 impl HeadRows {
     /// The order of a head, unless it is that of `ops::rope`.
     pub fn new(head_dim: usize, rotated: usize, is_interleaved: bool) -> Option<Self> {
         let is_same = rotated == 0 || (rotated == head_dim && !is_interleaved);
-        (!is_same).then_some(Self { head_dim, rotated, is_interleaved, has_gate: false })
+        (!is_same).then_some(Self { head_dim, rotated, is_interleaved, has_gate: false, skipped: 0 })
     }
 
-    /// Rows of a head, with those of its gate.
+    /// Rows of a head, with those of its gate and those before it.
     pub fn unit(self) -> usize {
-        self.head_dim * (1 + usize::from(self.has_gate))
+        self.skipped + self.head_dim * (1 + usize::from(self.has_gate))
     }
 
     /// The row in the files of row `row` of the parameter.
     pub fn in_file(self, row: usize) -> usize {
-        let Self { head_dim, rotated, is_interleaved, .. } = self;
-        let (half, pairs, column) = (head_dim / 2, rotated / 2, row % self.unit());
-        if column >= head_dim {
-            return row;
-        }
+        let Self { head_dim, rotated, is_interleaved, skipped, .. } = self;
+        let (half, pairs) = (head_dim / 2, rotated / 2);
+        let column = match (row % self.unit()).checked_sub(skipped) {
+            Some(column) if column < head_dim => column,
+            _ => return row,
+        };
         let (second, i) = (column / half, column % half);
         let found = match i.checked_sub(pairs) {
             None if is_interleaved => 2 * i + second,
@@ -99,7 +102,7 @@ mod tests {
     #[test]
     fn the_pairs_of_a_head_meet_half_a_head_apart_and_every_row_has_one_place() {
         for (e, rotated, is_interleaved) in [(8, 4, false), (8, 4, true), (16, 12, false), (8, 8, true), (6, 2, true)] {
-            let order = HeadRows { head_dim: e, rotated, is_interleaved, has_gate: false };
+            let order = HeadRows { head_dim: e, rotated, is_interleaved, has_gate: false, skipped: 0 };
             let file: Vec<usize> = (0..2 * e).map(|row| order.in_file(row)).collect();
             let mut all = file.clone();
             all.sort_unstable();
@@ -112,6 +115,9 @@ mod tests {
             assert_eq!(order.to_file(&rows, 1), (0..2 * e).map(|row| row as f32).collect::<Vec<_>>());
         }
         assert_eq!(HeadRows::new(8, 8, false), None);
+        let behind = HeadRows { skipped: 3, ..HeadRows::new(4, 4, true).unwrap() };
+        let file: Vec<usize> = (0..14).map(|row| behind.in_file(row)).collect();
+        assert_eq!(file, [0, 1, 2, 3, 5, 4, 6, 7, 8, 9, 10, 12, 11, 13]);
     }
 
     #[test]

@@ -21,6 +21,8 @@ pub(super) struct Linear {
     weight: ParamId,
     bias: Option<ParamId>,
     adapter: Option<Adapter>,
+    /// Whether each rank of the tensor axis has all of W.
+    is_whole: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -62,7 +64,8 @@ impl Linear {
             let b = table.add_own(place("lora_B.weight"), &b, &dims, Layout::Panel, Init::Zeros);
             Adapter { a, b, scale: adapter.scale }
         });
-        Self { weight, bias, adapter }
+        let is_whole = matches!(dims, [Cut::Whole(_), Cut::Whole(_)]);
+        Self { weight, bias, adapter, is_whole }
     }
 
     /// W and b for the product with x.
@@ -151,13 +154,16 @@ impl Linear {
         self.backward_weight(c.w, x, dy, dinner, grads);
     }
 
-    /// dx (+)= dy W, for a projection with sharded outputs: this rank's part of the sum. Returns the gradient of the
+    /// dx (+)= dy W, for a projection with sharded outputs: this rank's part of the sum. If each rank has all of W, it is the
+    /// whole. Returns the gradient of the
     /// adapter's x A^T.
     pub(super) fn backward_input(&self, c: Context, dy: &Tensor, dx: &mut Tensor, into: Into) -> Option<Tensor> {
         matmul::backward_input(dy, c.w.weight(self.weight), dx, into);
         self.adapter.as_ref().map(|adapter| {
             let mut dinner = adapter.backward_outer(c.w, dy, dx);
-            c.tensor.sum_slice(dinner.slice_mut());
+            if !self.is_whole {
+                c.tensor.sum_slice(dinner.slice_mut());
+            }
             dinner
         })
     }

@@ -7,6 +7,7 @@ use super::bitsandbytes::{self, Quantized};
 use super::corrections;
 use super::file_rows::FileRows;
 use super::files::{Checkpoint, Stored, listed};
+use super::fp8::{self, Fp8};
 use super::init;
 use super::names::LM_HEAD;
 use super::naming::is_other;
@@ -357,6 +358,12 @@ impl Source {
     fn values(&self, name: &str) -> Option<Box<pack::Source<'_>>> {
         let file = self.file_rows(name);
         let tensor = self.stored(&file.tensor)?;
+        if let Some(matrix) = Fp8::open(&self.checkpoint, &file.tensor).expect("`check` found its factors") {
+            let columns = tensor.shape[1];
+            return Some(Box::new(move |start, to: &mut [f32]| {
+                file.read(columns, start, to, &|at, to| matrix.read(at, to));
+            }));
+        }
         if tensor.dtype != Dtype::U8 {
             let width = tensor.shape[1..].last().copied().unwrap_or(1);
             let read = stored(tensor.dtype, tensor.bytes);
@@ -420,7 +427,8 @@ fn check(
             quantized.insert(name.to_owned(), found);
             continue;
         }
-        if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+        let is_fp8 = Fp8::open(checkpoint, name)?.is_some();
+        if !is_fp8 && !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
             return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})"))
                 .hint("convert the model to one of these types"));
         }
@@ -442,6 +450,7 @@ fn check(
             || name.ends_with("rotary_emb.inv_freq")
             || bitsandbytes::is_part(name)
             || corrections::is_correction(name)
+            || fp8::matrix_of(name).is_some_and(|matrix| of_table.contains(&*matrix))
             || arch.is_further(name)
             || (arch.wrapper.is_some() && is_other(name))
             || (shares && name == LM_HEAD)

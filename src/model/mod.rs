@@ -43,9 +43,12 @@ mod feeds;
 mod file_form;
 mod file_rows;
 mod files;
+mod fp8;
+mod head_linear;
 mod head_norm;
 mod heads;
 mod kv_copies;
+mod latent;
 mod layer_cache;
 mod layers;
 mod linear;
@@ -67,8 +70,8 @@ mod wrapper;
 pub use adapter_norms::AdapterNorms;
 pub use arch::{Arch, Head};
 pub use block_spec::{
-    AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, Mixer, NormSpec, Norms, QkNorm, Scoring,
-    SharedName, SharedSpec,
+    AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, LatentSpec, Mixer, NormSpec, Norms, QkNorm,
+    Scoring, SharedName, SharedSpec,
 };
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};

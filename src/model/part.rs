@@ -45,6 +45,8 @@ pub enum Cut {
     /// Heads of `head_dim` elements, one for every `group` of the `queries` query heads. Each rank has equally many
     /// query heads, and the heads that they use.
     Heads { queries: usize, group: usize, head_dim: usize },
+    /// All `size` elements of one of `heads` query heads, which are on the rank that has the head.
+    OfHead { heads: usize, head: usize, size: usize },
     /// Even shares (`TensorPart::range`).
     Even(usize),
     /// Even shares of the vocabulary.
@@ -58,7 +60,7 @@ impl Cut {
     pub fn size(self) -> usize {
         match self {
             Self::Heads { queries, group, head_dim } => queries / group * head_dim,
-            Self::Even(n) | Self::Vocabulary(n) | Self::Whole(n) => n,
+            Self::OfHead { size: n, .. } | Self::Even(n) | Self::Vocabulary(n) | Self::Whole(n) => n,
         }
     }
 
@@ -77,6 +79,10 @@ impl Cut {
         match self {
             Self::Even(n) | Self::Vocabulary(n) => vec![part.range(n)],
             Self::Whole(n) => vec![TensorPart::whole().range(n)],
+            Self::OfHead { heads, head, size } => {
+                let is_own = head / (heads / part.size) == part.rank;
+                is_own.then(|| TensorPart::whole().range(size)).into_iter().collect()
+            }
             Self::Heads { head_dim: e, .. } => {
                 let mut held: Vec<Range<usize>> = Vec::new();
                 for head in self.heads(part) {
@@ -99,7 +105,7 @@ impl Cut {
     pub fn copies(self, size: usize) -> usize {
         match self {
             Self::Heads { queries, group, .. } => group / gcd(queries / size, group),
-            Self::Even(_) | Self::Vocabulary(_) => 1,
+            Self::OfHead { .. } | Self::Even(_) | Self::Vocabulary(_) => 1,
             Self::Whole(_) => size,
         }
     }

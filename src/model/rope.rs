@@ -33,6 +33,8 @@ pub enum Scaling {
         original: f64,
         attention_factor: f64,
         truncate: bool,
+        /// The temperature of `mscale_all_dim`, by whose square latent attention multiplies scores.
+        of_scores: f64,
     },
     /// LongRoPE (arXiv:2402.13753): each frequency is divided by its factor, `long` if rows may be longer than
     /// `original`, else `short`. `transformers` chooses by the longest row of each call, so that a cached key may belong
@@ -54,6 +56,8 @@ pub struct Rope {
     pub scaling: Scaling,
     /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original).
     pub query_scale: Option<(f64, f64)>,
+    /// The number of rotated columns, if it is not a share of a head.
+    pub columns: Option<usize>,
 }
 
 /// The rotary embeddings of a family where config.json says nothing else.
@@ -131,7 +135,7 @@ impl Rope {
                 .hint("remove rope_parameters or rope_scaling from config.json")),
             // The keys at the top are those of layers of full attention.
             (None, None) if kind == SLIDING && of_sliding.is_some() => {
-                Ok(Self { theta, partial: 1.0, scaling: Scaling::None, query_scale: None })
+                Ok(Self { theta, partial: 1.0, scaling: Scaling::None, query_scale: None, columns: None })
             }
             (parameters, scaling) => Self::of(config, parameters.or(scaling).as_ref(), context, family),
         }
@@ -180,7 +184,7 @@ impl Rope {
             return Err(p.wrong("llama_4_scaling_beta", &what));
         }
         let query_scale = beta.map(|beta| (beta, original.unwrap_or(context)));
-        Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale })
+        Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale, columns: None })
     }
 
     /// The rotation of heads of `head_dim` columns, in rows of up to `longest` tokens.
@@ -208,7 +212,12 @@ impl Rope {
 
     /// The columns of a head that are rotated.
     pub fn rotated(&self, head_dim: usize) -> usize {
-        (head_dim as f64 * self.partial) as usize
+        self.columns.unwrap_or((head_dim as f64 * self.partial) as usize)
+    }
+
+    /// The factor on the scores of latent attention.
+    pub fn score_factor(&self) -> f64 {
+        if let Scaling::Yarn { of_scores, .. } = self.scaling { of_scores * of_scores } else { 1.0 }
     }
 
     /// The longest row for which the frequencies are those of short rows.
@@ -348,5 +357,6 @@ fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {
         original,
         attention_factor,
         truncate: p.flag("truncate")?.unwrap_or(true),
+        of_scores: p.number("mscale_all_dim")?.filter(|all| *all != 0.0).map_or(1.0, temperature),
     })
 }

@@ -3,7 +3,9 @@
 use super::arch::Arch;
 use super::block_spec::Feed;
 use super::part::{TensorPart, gcd};
+use super::tuning::Tuning;
 use crate::error::{Error, Result};
+use std::sync::Arc;
 
 impl TensorPart {
     /// The part of the rank, among `size`, with the largest share of a model's matrices.
@@ -37,6 +39,11 @@ impl Arch {
     /// # Errors
     /// The errors of `check_tensor`.
     pub fn check_tensor_where(&self, size: usize, possible: impl Fn(usize) -> bool) -> Result<()> {
+        let of_heads = |tuning: &Arc<Tuning>| tuning.adapters.keys().any(|module| module.ends_with(".kv_b_proj"));
+        if size > 1 && self.tuning.as_ref().is_some_and(of_heads) {
+            let message = format!("tensor = {size} is not supported with adapters of kv_b_proj");
+            return Err(Error::usage(message).hint("set tensor to 1, or add \"kv_b_proj\" to lora.exclude"));
+        }
         let mut works = self.tensor_sizes();
         if works.contains(&size) {
             return Ok(());

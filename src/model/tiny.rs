@@ -28,6 +28,10 @@ const DELTA: [(&str, usize); 5] = [
     ("linear_conv_kernel_dim", 4),
 ];
 
+/// The sizes of latent attention.
+const LATENT: [(&str, usize); 5] =
+    [("q_lora_rank", 32), ("kv_lora_rank", 32), ("qk_nope_head_dim", 16), ("qk_rope_head_dim", 16), ("v_head_dim", 16)];
+
 /// Keys of config.json that do not follow from a family's entry: scales, which are not 1, and the usual scaling of its
 /// rope.
 const KEYS: &[(&str, &str)] = &[
@@ -53,6 +57,20 @@ const KEYS: &[(&str, &str)] = &[
         r#"{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
             "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": true,
             "routed_scaling_factor": 1.5, "use_qk_norm": true, "num_nextn_predict_layers": 0}"#,
+    ),
+    (
+        "deepseek_v3",
+        r#"{"num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+            "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": true,
+            "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "rope_interleave": true}"#,
+    ),
+    (
+        "glm4_moe_lite",
+        r#"{"num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+            "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+            "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1,
+            "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.5}"#,
     ),
     ("smollm3", r#"{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}"#),
     ("seed_oss", r#"{"residual_dropout": 0.0}"#),
@@ -164,23 +182,26 @@ pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
     let mut config = arch.source.clone();
     let attention = arch.attention();
     let (head_dim, heads) = (HEAD_DIM.min(attention.head_dim), HEADS.min(attention.heads));
-    let context = arch.positions.min(CONTEXT);
+    let (context, is_latent) = (arch.positions.min(CONTEXT), attention.latent.is_some());
     for (key, size) in [
         ("vocab_size", vocabulary),
         ("hidden_size", heads * head_dim),
         ("num_hidden_layers", layers),
         ("num_attention_heads", heads),
-        ("num_key_value_heads", if attention.kv_heads == attention.heads { heads } else { 1 }),
+        ("num_key_value_heads", if attention.kv_heads == attention.heads || is_latent { heads } else { 1 }),
         ("head_dim", head_dim),
         ("max_position_embeddings", context),
     ] {
         config.insert(key.into(), size.into());
     }
-    if arch.family.is_hybrid {
-        for (key, most) in DELTA {
-            let own = config.get(key).and_then(Value::as_u64).map_or(most, |size| most.min(size as usize));
-            config.insert(key.into(), own.into());
-        }
+    let sizes = if arch.family.is_hybrid { &DELTA[..] } else { &[] };
+    let sizes = sizes.iter().chain(if arch.family.latent.is_some() { &LATENT[..] } else { &[] });
+    for (key, most) in sizes {
+        let own = match config.get(*key) {
+            Some(Value::Null) => continue,
+            own => own.and_then(Value::as_u64).map_or(*most, |size| (*most).min(size as usize)),
+        };
+        config.insert((*key).into(), own.into());
     }
     for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
         config.insert(key.into(), Value::Null);

@@ -4,7 +4,7 @@ use crate::error::Error;
 
 /// (families, the part of them that is missing here). A family is a `model_type`, or the class of `architectures` up
 /// to `For`, without `_`, `-` and a last `text`, in lower case.
-const UNSUPPORTED: [(&[&str], &str); 14] = [
+const UNSUPPORTED: [(&[&str], &str); 15] = [
     (
         &[
             "bart",
@@ -32,10 +32,8 @@ const UNSUPPORTED: [(&[&str], &str); 14] = [
     (&["llama4"], "its layers attend within chunks and have mixtures of experts"),
     (&["qwen4exp"], "it has hyper-connections, embeddings of n-grams and sparse attention"),
     (&["deepseekv32", "deepseekv4", "glmmoedsa"], "it has sparse attention and mixtures of experts"),
-    (
-        &["deepseekv2", "deepseekv3", "glm4moelite", "kimik2", "kimik25"],
-        "it has latent attention and mixtures of experts",
-    ),
+    (&["deepseekv2"], "its routers differ from those of DeepSeek-V3"),
+    (&["kimik2", "kimik25"], "its tokenizer is Python code"),
     (
         &[
             "bamba",

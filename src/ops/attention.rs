@@ -153,7 +153,8 @@ pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
 /// The KV cache of one layer: pages of `PAGE` tokens.
 #[derive(Debug)]
 pub enum KvLayer {
-    /// Keys and values in the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e].
+    /// Keys and values in the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e]. If
+    /// values are keys, there are no keys.
     Cpu { keys: Flat, values: Flat },
     /// bf16.
     Cuda(KvPages),
@@ -164,12 +165,12 @@ impl KvLayer {
     pub fn new(device: Device, dtype: DType, pages: usize, shape: &AttentionShape) -> Self {
         match device {
             Device::Cpu => {
-                let zeros = || {
+                let zeros = |pages: usize| {
                     let mut flat = Flat::weights(device, dtype, pages * cpu::attention::page_len(shape));
                     flat.clear();
                     flat
                 };
-                Self::Cpu { keys: zeros(), values: zeros() }
+                Self::Cpu { keys: zeros(if shape.values_are_keys { 0 } else { pages }), values: zeros(pages) }
             }
             Device::Cuda => Self::Cuda(KvPages::new(pages, shape)),
         }
@@ -185,14 +186,14 @@ impl KvLayer {
 
     fn dtype(&self) -> DType {
         match self {
-            Self::Cpu { keys, .. } => keys.all().dtype(),
+            Self::Cpu { values, .. } => values.all().dtype(),
             Self::Cuda(_) => DType::Bf16,
         }
     }
 
     pub fn pages(&self, shape: &AttentionShape) -> usize {
         match self {
-            Self::Cpu { keys, .. } => keys.len() / cpu::attention::page_len(shape),
+            Self::Cpu { values, .. } => values.len() / cpu::attention::page_len(shape),
             Self::Cuda(pages) => pages.pages(),
         }
     }
@@ -253,7 +254,7 @@ impl<'a> Paged<'a> {
                 (cached, cached)
             }
         };
-        note_pairs(shape, pairs, read * (2 * shape.kv_heads * shape.head_dim * bytes) as f64);
+        note_pairs(shape, pairs, read * (shape.cached_values() * bytes) as f64);
     }
 
     /// The sequences, which the CPU reads.
@@ -275,11 +276,11 @@ impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
 }
 
 /// Rotates q (t, h*e) and k (t, g*e) as `rope::forward` does. Appends the rows of k and v (t, g*e) to the cached tokens
-/// of their sequences (rows in sequence order). The contents of k are unspecified afterwards.
+/// of their sequences (rows in sequence order). Without v, values are keys. The contents of k are unspecified afterwards.
 pub fn kv_append(
     cache: &mut KvLayer,
     [q, k]: [&mut Tensor; 2],
-    v: &Tensor,
+    v: Option<&Tensor>,
     (positions, rope): (&Indices, &RopeTable),
     paged: &Paged,
     shape: &AttentionShape,
@@ -287,11 +288,14 @@ pub fn kv_append(
     let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
     check("k", k, rows, shape.kv_heads * shape.head_dim);
-    check("v", v, rows, shape.kv_heads * shape.head_dim);
+    assert_eq!(v.is_none(), shape.values_are_keys, "attention: values");
+    if let Some(v) = v {
+        check("v", v, rows, shape.kv_heads * shape.head_dim);
+    }
     match cache {
         KvLayer::Cpu { keys, values } => {
             rope::forward(q, k, positions, rope);
-            let (new, sequences) = ([k.data(), v.data()], paged.sequences());
+            let (new, sequences) = ([&*k, v.unwrap_or(k)].map(Tensor::data), paged.sequences());
             match (keys.all_mut(), values.all_mut()) {
                 (SliceMut::Bf16(keys), SliceMut::Bf16(values)) => {
                     cpu::attention::kv_append([keys, values], new, round_bf16, sequences, shape);
@@ -304,6 +308,7 @@ pub fn kv_append(
         KvLayer::Cuda(pages) => {
             let angles = rope.angles_at(positions);
             let at = (positions.cuda(), angles.cuda(shape.head_dim));
+            let v = v.expect("no GPU kernel has values that are keys");
             cuda::kv_cache::kv_append(pages, q.cuda_mut(), [k.cuda(), v.cuda()], at, &paged.cuda(shape));
         }
     }
@@ -338,7 +343,7 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
         KvLayer::Cpu { keys, values } => {
             let len = cpu::attention::page_len(shape);
             let (from, to) = (from as usize * len, to as usize * len);
-            for cached in [keys, values] {
+            for cached in [keys, values].into_iter().filter(|cached| !cached.is_empty()) {
                 match cached.all_mut() {
                     SliceMut::Bf16(values) => values.copy_within(from..from + len, to),
                     values => values.f32().copy_within(from..from + len, to),

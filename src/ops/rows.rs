@@ -13,6 +13,22 @@ pub fn gather(x: &Tensor, rows: &Indices, y: &mut Tensor) {
     }
 }
 
+/// The same for rows of `width` values, whatever the width of x.
+pub fn gather_runs(x: &Tensor, width: usize, rows: &Indices, y: &mut Tensor) {
+    let (len, last) = (x.rows() * x.width(), rows.largest().map_or(0, |row| row as usize + 1));
+    assert!(
+        y.rows() == rows.len() && y.width() == width && last * width <= len,
+        "rows::gather_runs: {} runs of {width} from {len} values do not fit ({}, {})",
+        rows.len(),
+        y.rows(),
+        y.width()
+    );
+    match x.device() {
+        Device::Cpu => cpu::copy::gather(x.data(), width, rows, y.data_mut()),
+        Device::Cuda => cuda::copy::gather(x.cuda(), width, rows.cuda(), y.cuda_mut()),
+    }
+}
+
 /// x[rows[i]] += y[i]. A row that occurs several times gets all of them, in ascending i.
 pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);

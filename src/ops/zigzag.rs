@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn shape(window: Option<usize>) -> AttentionShape {
-        AttentionShape { heads: 1, kv_heads: 1, head_dim: 8, window, scale: 1.0, softcap: None }
+        AttentionShape { heads: 1, kv_heads: 1, head_dim: 8, window, scale: 1.0, softcap: None, values_are_keys: false }
     }
 
     #[test]

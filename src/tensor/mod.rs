@@ -125,6 +125,17 @@ impl Tensor {
         row
     }
 
+    /// The same values in rows of another width.
+    ///
+    /// # Panics
+    /// If the width does not divide the number of values.
+    #[must_use]
+    pub fn in_rows_of(self, width: usize) -> Self {
+        let len = self.rows * self.width;
+        assert!(len.is_multiple_of(width), "rows of {width} from {len} values");
+        Self { rows: len / width, width, ..self }
+    }
+
     pub fn rows(&self) -> usize {
         self.rows
     }

@@ -371,6 +371,13 @@ fn end_tokens(file: &Map<String, Value>) -> Result<Vec<u32>> {
 
 /// The error for a directory without `tokenizer.json`.
 fn no_tokenizer(dir: &Path) -> Error {
+    if dir.join("tiktoken.model").exists() {
+        return Error::data(format!("{} has no tokenizer.json: its tokens are in tiktoken.model", dir.display())).hint(
+            "convert them once in Python: `from transformers.convert_slow_tokenizer import TikTokenConverter`, then \
+             `TikTokenConverter(\"tiktoken.model\", pattern=PATTERN, extra_special_tokens=TOKENS).converted().save(\"tokenizer.json\")`; \
+             PATTERN (`pat_str`) and the special tokens in the order of their ids are in the model's Python files",
+        );
+    }
     Error::data(format!("{} has no tokenizer.json", dir.display()))
         .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
 }

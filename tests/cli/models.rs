@@ -34,6 +34,8 @@ fn a_model_without_a_tokenizer_cannot_be_trained() {
     let fixture = Fixture::new();
     fs::remove_file(fixture.path("model/tokenizer.json")).unwrap();
     fixture.refuses(65, &[], &["has no tokenizer.json"]).hinted("save_pretrained");
+    fixture.write("model/tiktoken.model", "IQ== 0\n");
+    fixture.refuses(65, &[], &["its tokens are in tiktoken.model"]).hinted("TikTokenConverter");
     fixture.write("model/tokenizer.json", "{}");
     fixture.refuses(65, &[], &["tokenizer.json is not a tokenizer"]);
 }

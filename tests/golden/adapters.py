@@ -39,6 +39,10 @@ SETTINGS = {
     "olmo2": {},
     "granite": dict(use_rslora=True, lora_alpha=3),
     "qwen3_5_text": dict(rank_pattern={"in_proj_qkv": 3, "in_proj_a": 2}),
+    # Of mixtures, PEFT takes some names for tensors of all experts.
+    "deepseek_v3": dict(target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+                        rank_pattern={"kv_b_proj": 3}),
+    "deepseek_v3-plain": dict(target_modules=["q_proj", "kv_b_proj"], use_rslora=True, lora_alpha=3),
 }
 
 

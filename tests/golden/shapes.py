@@ -228,6 +228,26 @@ MODELS = {
         n_shared_experts=2, norm_topk_prob=False, tie_word_embeddings=True,
         rope_parameters=dict(rope_type="default", rope_theta=200.0, partial_rotary_factor=0.5),
     ), torch.float32, None, 4),
+    # Latent attention: compressed queries and pairs of neighbours, or neither. Sizes fill no panel.
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(
+        hidden_size=28, intermediate_size=13, moe_intermediate_size=9, num_attention_heads=4, num_key_value_heads=4,
+        q_lora_rank=10, kv_lora_rank=14, qk_nope_head_dim=7, qk_rope_head_dim=6, v_head_dim=5, n_routed_experts=8,
+        num_experts_per_tok=3, first_k_dense_replace=1, n_group=4, topk_group=2, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32,
+                             mscale=1.0, mscale_all_dim=0.8),
+    ), torch.bfloat16, None, 4),
+    "deepseek_v3-plain": ("DeepseekV3Config", "DeepseekV3ForCausalLM", dict(
+        hidden_size=24, intermediate_size=13, moe_intermediate_size=11, num_attention_heads=3, num_key_value_heads=3,
+        q_lora_rank=None, kv_lora_rank=34, qk_nope_head_dim=33, qk_rope_head_dim=4, v_head_dim=35, n_routed_experts=4,
+        num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1, rope_interleave=False,
+        attention_bias=True, tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=100.0),
+    ), torch.float32, None, 5),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", dict(
+        hidden_size=24, intermediate_size=13, moe_intermediate_size=9, num_attention_heads=2, num_key_value_heads=2,
+        q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=10, n_routed_experts=5,
+        num_experts_per_tok=2, mlp_layer_types=["dense", "sparse"], tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0),
+    ), torch.float16, None, 5),
 }
 
 # The rows' lengths, the prompt's, the number of new tokens, the embedding's scale, the seed (None: 100 + the index).
@@ -254,6 +274,9 @@ SETTINGS = {
     "qwen3_moe": dict(embed=0.25),
     "glm4_moe": dict(seed=322),
     "glm4_moe-groups": dict(embed=0.25, seed=337),
+    "deepseek_v3": dict(seed=405),
+    "deepseek_v3-plain": dict(seed=409),
+    "glm4_moe_lite": dict(seed=415),
 }
 
 

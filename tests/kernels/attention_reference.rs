@@ -23,7 +23,15 @@ pub struct Case {
 }
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap: None }
+    AttentionShape {
+        heads,
+        kv_heads,
+        head_dim,
+        window,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        softcap: None,
+        values_are_keys: false,
+    }
 }
 
 pub fn ends(lengths: &[usize]) -> Vec<usize> {

@@ -167,7 +167,7 @@ fn rope_fused_with_the_cache_write_equals_rope_in_place() {
                     rope::forward(&mut q, &mut k, &at, &rope);
                 }
                 let by = if on_the_way { &rope } else { &none };
-                attention::kv_append(&mut cache, [&mut q, &mut k], &v, (&at, by), &sequences[..].into(), &shape);
+                attention::kv_append(&mut cache, [&mut q, &mut k], Some(&v), (&at, by), &sequences[..].into(), &shape);
                 let KvLayer::Cuda(cache) = cache else { panic!("a cache of the GPU") };
                 (q.to_host(), pages(&cache))
             });

@@ -13,7 +13,15 @@ use super::probe::{assert_near, same_bits, same_on_threads_and_levels, tensor, w
 const RAGGED: &[usize] = &[1, 31, 32, 33, 64, 65, 7, 130];
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads, kv_heads, head_dim, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap: None }
+    AttentionShape {
+        heads,
+        kv_heads,
+        head_dim,
+        window,
+        scale: 1.0 / (head_dim as f32).sqrt(),
+        softcap: None,
+        values_are_keys: false,
+    }
 }
 
 /// Usual and unusual numbers of heads, groups, head dims and windows.
@@ -199,7 +207,7 @@ impl Paged {
         // Angles of 0: the rows are already rotated.
         let (positions, none) = (vec![0; rows.len()], RopeTable::whole(&vec![0.0; case.shape.head_dim / 2], 1.0, 1));
         let at = (&positions[..].into(), &none);
-        kv_append(&mut self.cache, [&mut q, &mut k], &v, at, &sequences[..].into(), &case.shape);
+        kv_append(&mut self.cache, [&mut q, &mut k], Some(&v), at, &sequences[..].into(), &case.shape);
         let mut out = Tensor::scratch(rows.len(), q.width());
         forward_paged(&q, &self.cache, &sequences[..].into(), &case.shape, &mut out);
         for (i, &row) in rows.iter().enumerate() {

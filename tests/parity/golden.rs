@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 22] = [
+pub const DENSE_MODELS: [&str; 25] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -36,9 +36,13 @@ pub const DENSE_MODELS: [&str; 22] = [
     "qwen3_moe-stacked",
     "glm4_moe",
     "glm4_moe-groups",
+    // Latent attention.
+    "deepseek_v3",
+    "deepseek_v3-plain",
+    "glm4_moe_lite",
 ];
 /// Language models with adapters.
-pub const ADAPTED: [&str; 12] = [
+pub const ADAPTED: [&str; 14] = [
     "llama2",
     "llama3",
     "mistral",
@@ -51,6 +55,8 @@ pub const ADAPTED: [&str; 12] = [
     "olmo2",
     "granite",
     "qwen3_5_text",
+    "deepseek_v3",
+    "deepseek_v3-plain",
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];

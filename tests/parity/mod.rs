@@ -6,6 +6,7 @@ mod beams;
 mod experts;
 mod exported;
 mod families;
+mod fp8;
 pub mod golden;
 mod longrope;
 mod paged;

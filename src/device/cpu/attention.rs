@@ -162,7 +162,8 @@ pub fn page_len(shape: &AttentionShape) -> usize {
     shape.kv_heads * shape.head_dim * PAGE
 }
 
-/// Stores the rows k and v (t, g*e), each value converted by `of`, after the cached tokens of their sequences.
+/// Stores the rows k and v (t, g*e), each value converted by `of`, after the cached tokens of their sequences. If values are
+/// keys, only v is stored.
 pub fn kv_append<T: Send + Sync>(
     [keys, values]: [&mut [T]; 2],
     [k, v]: [&[f32]; 2],
@@ -175,6 +176,7 @@ pub fn kv_append<T: Send + Sync>(
     }
     let (g, e) = (shape.kv_heads, shape.head_dim);
     let ends = cumulated(sequences.iter().map(|sequence| sequence.tokens));
+    let has_keys = !shape.values_are_keys;
     let (keys, values) = (Shares::new(keys), Shares::new(values));
     let small = k.len() < APPEND_SERIAL_BELOW;
     // These are about the threads that read the sequences' pages next, so the new values are in their caches.
@@ -185,7 +187,7 @@ pub fn kv_append<T: Send + Sync>(
                 for head in 0..g {
                     let from = ((start + row) * g + head) * e;
                     let to = page + head * e * PAGE;
-                    for lane in 0..e {
+                    for lane in (0..e).filter(|_| has_keys) {
                         // SAFETY: keys hold this page, and place `at` of it is this sequence's alone.
                         unsafe { *keys.ptr().add(to + lane * PAGE + at % PAGE) = of(k[from + lane]) };
                     }

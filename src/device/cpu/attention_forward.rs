@@ -151,6 +151,7 @@ impl Forward<'_> {
                 let longest = tiles.iter().map(|tile| self.spans[tile.sequence].keys).max().unwrap_or(0);
                 longest.next_multiple_of(PAGE) * self.shape.head_dim
             }
+            Keys::Paged { .. } if self.shape.values_are_keys => PAGE * self.shape.head_dim,
             Keys::Paged { .. } => 0,
         }
     }
@@ -207,7 +208,7 @@ impl Forward<'_> {
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
             let [keys, values] = unsafe { self.block::<V>(tile, block, work) };
-            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) {
+            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) && !self.shape.values_are_keys {
                 // Decode waits for memory, so values and the next block's keys are prefetched while scores are
                 // computed. SAFETY: instructions as promised.
                 unsafe {
@@ -284,9 +285,37 @@ impl Forward<'_> {
             }
             Keys::Paged { keys, values, sequences } => {
                 let at = (sequences[tile.sequence].blocks[block] as usize * g + tile.kv_head) * len;
-                [keys, values].map(|cached| cached.part(at..at + len))
+                let values = values.part(at..at + len);
+                if self.shape.values_are_keys {
+                    // SAFETY: promised by the caller.
+                    unsafe { self.hold_page::<V>(values, (tile, block), work) };
+                    return [Block::F32(work.keys.as_ptr()), values];
+                }
+                [keys.part(at..at + len), values]
             }
         }
+    }
+
+    /// Transposes a page of vectors that are keys and values.
+    #[inline(always)]
+    unsafe fn hold_page<V: Vector>(&self, page: Block, (tile, block): (&Tile, usize), work: &mut Work) {
+        let (e, place) = (self.shape.head_dim, (tile.sequence, tile.kv_head, block));
+        if work.held == place {
+            return;
+        }
+        work.held = place;
+        let rows = match page {
+            Block::F32(rows) => rows,
+            Block::Bf16(bits) => {
+                for (i, x) in work.values[..PAGE * e].iter_mut().enumerate() {
+                    // SAFETY: the page has as many values.
+                    *x = f32::from_bits(u32::from(unsafe { *bits.add(i) }) << 16);
+                }
+                work.values.as_ptr()
+            }
+        };
+        // SAFETY: `rows` are PAGE rows of e values, and `keys` holds them; instructions as promised.
+        unsafe { transpose::<V>(rows, e, PAGE, e, work.keys.as_mut_ptr()) };
     }
 
     /// Transposes the keys of packed rows up to those of `block`, and lays their values side by side.

@@ -18,9 +18,16 @@ pub struct AttentionShape {
     pub scale: f32,
     /// Scaled scores s become c tanh(s / c), with this c (arXiv:2408.00118, section 2). No GPU kernel supports it.
     pub softcap: Option<f32>,
+    /// Whether values are the same vectors as keys, and a cache has them once. No GPU kernel supports it.
+    pub values_are_keys: bool,
 }
 
 impl AttentionShape {
+    /// The values of a token in a cache.
+    pub fn cached_values(&self) -> usize {
+        self.kv_heads * self.head_dim * if self.values_are_keys { 1 } else { 2 }
+    }
+
     /// The keys that the query at `position` of its sequence sees.
     pub fn visible(&self, position: usize) -> Range<usize> {
         let first = self.window.map_or(0, |window| (position + 1).saturating_sub(window));

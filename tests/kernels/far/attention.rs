@@ -15,7 +15,7 @@ const WIDE: usize = 16 * 128;
 const NARROW: usize = 2 * 128;
 
 fn shape(window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads: 16, kv_heads: 2, head_dim: 128, window, scale: 0.1, softcap: None }
+    AttentionShape { heads: 16, kv_heads: 2, head_dim: 128, window, scale: 0.1, softcap: None, values_are_keys: false }
 }
 
 /// Rows of tensors, as attention has them: q, d_o, lse, delta, o, dq and k, v, dk, dv.
@@ -70,7 +70,15 @@ fn attention_over_far_rows_and_keys_is_right_forward_and_backward() {
 const PAGES: usize = (1 << 20) + 8;
 
 fn paged_shape() -> AttentionShape {
-    AttentionShape { heads: 8, kv_heads: 2, head_dim: 64, window: None, scale: 0.2, softcap: None }
+    AttentionShape {
+        heads: 8,
+        kv_heads: 2,
+        head_dim: 64,
+        window: None,
+        scale: 0.2,
+        softcap: None,
+        values_are_keys: false,
+    }
 }
 
 /// The results of decoding, whole and split, and of prefill over the cached tokens of two sequences with these pages.

@@ -32,7 +32,15 @@ pub(super) fn run(bench: &Bench) {
 
 fn shape(bench: &Bench, e: usize) -> AttentionShape {
     let (heads, kv_heads) = bench.pick(HEADS, (4, 1));
-    AttentionShape { heads, kv_heads, head_dim: e, window: None, scale: 1.0 / (e as f32).sqrt(), softcap: None }
+    AttentionShape {
+        heads,
+        kv_heads,
+        head_dim: e,
+        window: None,
+        scale: 1.0 / (e as f32).sqrt(),
+        softcap: None,
+        values_are_keys: false,
+    }
 }
 
 /// Causal attention of one long sequence.
