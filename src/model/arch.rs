@@ -11,6 +11,7 @@ use super::family_list::{BIDIRECTIONAL, FURTHER_LAYERS};
 use super::file_rows::HeadRows;
 use super::files;
 use super::names::{EMBEDDING, LM_HEAD};
+use super::naming::is_other;
 use super::rope::Rope;
 use super::tuning::Tuning;
 use super::wrapper::Wrapper;
@@ -21,7 +22,7 @@ use crate::ops::rope::Rotation;
 use crate::sys::files::read_object;
 use crate::sys::stderr;
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Limits above any real model. They bound what a damaged config.json can make the program allocate.
@@ -99,6 +100,8 @@ pub struct Arch {
     pub source: Map<String, Value>,
     /// The model around the language model.
     pub wrapper: Option<Wrapper>,
+    /// The directory with tensors outside the language model, which an export copies.
+    pub others: Option<PathBuf>,
     /// What of the model trains; `None` if all of it does.
     pub tuning: Option<Arc<Tuning>>,
 }
@@ -123,7 +126,7 @@ impl Arch {
     pub fn read(dir: &Path) -> Result<(Self, Vec<String>)> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
-        arch.wrapper = arch.wrapper.map(|wrapper| wrapper.located(dir));
+        arch = arch.with_others(dir);
         arch.has_stacked_experts = arch.family.experts.is_some() && ExpertForm::is_stacked(dir);
         arch.corrections = Corrections::read(dir, &arch.corrected_layers())?;
         // A job whose rows are longer chooses the other frequencies.
@@ -152,7 +155,7 @@ impl Arch {
             ));
         }
         let has_windows = arch.family.windows != Windows::Never;
-        warnings.extend(config_json::warnings(dir, &Wrapper::split(&config)?.0, arch.family.keys, has_windows));
+        warnings.extend(config_json::warnings(dir, &Wrapper::split(&config)?.0, &arch.family.own_keys(), has_windows));
         if dir.join("adapter_config.json").exists() {
             warnings.push(format!(
                 "{}: the adapter of adapter_config.json is not applied, unless --adapter or model.adapter names this \
@@ -171,6 +174,20 @@ impl Arch {
             ));
         }
         Ok((arch, warnings))
+    }
+
+    /// The architecture with the tensors outside the language model in `dir`, if there may be some.
+    #[must_use]
+    pub fn with_others(self, dir: &Path) -> Self {
+        let is_found = || files::has_tensor(dir, |name| self.is_other(name));
+        let has_others = self.wrapper.is_some() || (self.family.others.is_some() && is_found());
+        Self { others: has_others.then(|| dir.to_owned()), ..self }
+    }
+
+    /// Whether a tensor in the files is outside the language model. An export copies it.
+    pub(super) fn is_other(&self, name: &str) -> bool {
+        let is_further = self.family.others.is_some_and(|prefix| name.starts_with(prefix));
+        is_further || (self.wrapper.is_some() && is_other(name))
     }
 
     /// The architecture without the last rows of its vocabulary, which no token of its tokenizer uses.
@@ -249,6 +266,7 @@ impl Arch {
             has_stacked_experts: false,
             source: Map::new(),
             wrapper: None,
+            others: None,
             tuning: None,
             ..arch.clone()
         };
@@ -307,6 +325,7 @@ impl Arch {
             reward_mean_std: c.number("mean")?.zip(c.number("std")?).map(|(m, s)| (m as f32, s as f32)),
             source: config.into_iter().filter(|(key, _)| *key != QUANTIZATION).collect(),
             wrapper,
+            others: None,
             tuning: None,
         };
         arch.check(&Reader::new(&arch.source))?;

@@ -224,8 +224,10 @@ const ROPE: [&str; 19] = [
 /// Warnings about keys of config.json that nothing reads. Rates of dropout and windows count if they are not zero.
 pub(super) fn warnings(dir: &Path, config: &Map<String, Value>, of_family: &[&str], has_windows: bool) -> Vec<String> {
     let is_zero = |key: &str| config.get(key).and_then(Value::as_f64) == Some(0.0);
-    let is_off =
-        |key: &str| ["dropout", "_pdrop", "_jitter_noise"].iter().any(|end| key.ends_with(end)) && is_zero(key);
+    let is_empty = |key: &str| config[key].as_array().is_some_and(Vec::is_empty);
+    let is_off = |key: &str| {
+        is_empty(key) || ["dropout", "_pdrop", "_jitter_noise"].iter().any(|end| key.ends_with(end)) && is_zero(key)
+    };
     let is_full =
         || config["layer_types"].as_array().is_some_and(|all| all.iter().all(|kind| kind == "full_attention"));
     let known = |key: &str| match key {

@@ -7,6 +7,7 @@ use super::arch::Arch;
 use super::block_spec::{DeltaSpec, NormSpec};
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
+use super::delta_files::DeltaFiles;
 use super::file_rows::FileRows;
 use super::linear::Linear;
 use super::norm::Norm;
@@ -110,26 +111,24 @@ impl Delta {
     /// Declares the parameters in `name`.
     pub(super) fn declare(table: &mut ParamTable, name: &str, arch: &Arch, spec: &DeltaSpec) -> Self {
         let (part, hidden) = (table.tensor_part(), Cut::Whole(arch.width));
+        let files = DeltaFiles { name, form: arch.family.files.delta, spec };
         let name = |part: &str| format!("{name}.{part}");
-        let of_inputs = [("q", spec.keys()), ("k", spec.keys()), ("v", spec.values())];
-        let joined = of_inputs.map(|(_, cut)| cut.size());
-        let file = |i: usize, tensor: &str| {
-            let (first, of) = (joined[..i].iter().sum(), joined.iter().sum());
-            Some(FileRows { tensor: name(tensor), first, of, matrices: None, heads: None })
+        let mut linear = |file: Option<FileRows>, part: &str, cut: Cut| {
+            Linear::declare_in(table, file.as_ref(), &name(part), [cut, hidden], false)
         };
+        let of_inputs = [("q", spec.keys()), ("k", spec.keys()), ("v", spec.values())];
         let inputs = [0, 1, 2].map(|i| {
             let (input, cut) = of_inputs[i];
-            let own = name(&format!("{input}_proj"));
-            Linear::declare_in(table, file(i, "in_proj_qkv").as_ref(), &own, [cut, hidden], false)
+            linear(files.inputs(i), &format!("{input}_proj"), cut)
         });
-        let mut linear = |part: &str, cut: Cut| Linear::declare(table, &name(part), [cut, hidden], false);
-        let gate = linear("in_proj_z", spec.values());
-        let (rate, decay) = (linear("in_proj_b", spec.heads()), linear("in_proj_a", spec.heads()));
+        let gate = linear(files.inputs(3), "in_proj_z", spec.values());
+        let [rate, decay] =
+            [(0, "in_proj_b"), (1, "in_proj_a")].map(|(i, own)| linear(files.gates(i), own, spec.heads()));
         let taps = [0, 1, 2].map(|i| {
             let (input, cut) = of_inputs[i];
             let dims = [cut, Cut::Whole(1), Cut::Whole(spec.taps)];
             let own = name(&format!("{input}_conv.weight"));
-            table.add_in(file(i, "conv1d.weight"), &own, &dims, Layout::Row, table.normal())
+            table.add_in(Some(files.taps(i)), &own, &dims, Layout::Row, table.normal())
         });
         let mut vector = |part: &str, init| table.add(&name(part), &[spec.heads()], Layout::Row, init);
         let bias = vector("dt_bias", Init::Ones);

@@ -22,7 +22,7 @@ impl ExpertForm {
     /// Whether the files of a model directory have one tensor for all experts. An error in them is reported when they
     /// are loaded.
     pub(super) fn is_stacked(dir: &Path) -> bool {
-        has_tensor(dir, |name| name.ends_with(".mlp.experts.gate_up_proj"))
+        has_tensor(dir, |name| name.starts_with("model.layers.") && name.ends_with(".mlp.experts.gate_up_proj"))
     }
 }
 

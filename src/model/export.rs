@@ -15,7 +15,6 @@ use super::tensor_files::{Names, OF_MODEL, TensorFiles, write_json};
 use super::tuning::{Param, Tuning};
 use super::weights::UnitValues;
 use super::weights::Weights;
-use super::wrapper::Wrapper;
 use crate::error::{Error, Result};
 use crate::sys::files::{self, fsync_dir, parent, read_object, write_atomic};
 use crate::tensor::DType;
@@ -59,9 +58,13 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
-        let wrapper = arch.wrapper.as_ref().filter(|_| table.head() == Head::LanguageModel);
-        let others = wrapper.map(Wrapper::others).transpose()?;
-        let naming = others.as_ref().map(Checkpoint::naming).unwrap_or_default();
+        let is_whole = table.head() == Head::LanguageModel;
+        let others = arch.others.as_deref().filter(|_| is_whole).map(Checkpoint::open).transpose()?;
+        if is_whole && arch.wrapper.is_some() && others.is_none() {
+            return Err(Error::fault("the model's directory is not known"));
+        }
+        let around = others.as_ref().filter(|_| arch.wrapper.is_some());
+        let naming = around.map(Checkpoint::naming).unwrap_or_default();
         let mut export = Self::create(out, Names { naming, ..OF_MODEL }, table, dtype, SHARD_BYTES_MAX)?;
         export.files.others = others;
         export.files.corrections = arch.corrections.clone().with_zeros(&arch.corrected_layers());

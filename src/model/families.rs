@@ -125,7 +125,7 @@ pub struct Family {
     pub causal: &'static str,
     /// `architectures` of config.json for a value or reward model.
     pub classifier: &'static str,
-    /// Further keys of config.json that the family reads.
+    /// Further keys of config.json that the family reads (`own_keys`).
     pub keys: &'static [&'static str],
     pub qkv_bias: Bias,
     pub o_bias: Bias,
@@ -139,6 +139,8 @@ pub struct Family {
     pub experts: Option<Mixture>,
     pub norms: Norms,
     pub files: FileForm,
+    /// The beginning of the names of tensors outside the language model that its files may contain.
+    pub others: Option<&'static str>,
     /// The number that is added to the weights of all norms.
     pub norm_offset: f32,
     /// The default of `rms_norm_eps`.

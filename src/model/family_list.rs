@@ -1,6 +1,7 @@
 //! The list of model families.
 
 use super::block_spec::{Norms, QkNorm};
+use super::delta_files::DeltaForm;
 use super::expert_files::ExpertForm;
 use super::families::{Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, Scores, Scoring, Shared, Windows};
 use super::file_form::FileForm;
@@ -12,6 +13,25 @@ pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
 
 /// The number of layers after the last one, which predict further tokens.
 pub(super) const FURTHER_LAYERS: &str = "num_nextn_predict_layers";
+
+/// Keys of families with the gated delta rule.
+const DELTA_KEYS: &[&str] = &[
+    "attn_output_gate",
+    "full_attention_interval",
+    "layer_types",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_ssm_dtype",
+    // The positions of images. Those of text are equal.
+    "mrope_interleaved",
+    "mrope_section",
+    // Layers that predict further tokens, whose tensors an export keeps.
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+];
 
 /// Keys of families with mixtures of experts.
 const MIXTURE_KEYS: &[&str] = &[
@@ -94,6 +114,7 @@ const LLAMA: Family = Family {
     experts: None,
     norms: Norms::PRE,
     files: FileForm::PLAIN,
+    others: None,
     norm_offset: 0.0,
     norm_eps: 1e-6,
     activation: ("hidden_act", Activation::Silu),
@@ -185,8 +206,24 @@ const OLMO2: Family = Family {
     ..LLAMA
 };
 
+const QWEN3_5: Family = Family {
+    name: "qwen3_5_text",
+    causal: "Qwen3_5ForCausalLM",
+    classifier: "Qwen3_5TextForSequenceClassification",
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::PerHead,
+    is_hybrid: true,
+    others: Some("mtp."),
+    norm_offset: 1.0,
+    rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
+    head_dim: Some(256),
+    kv_heads: Some(4),
+    context: 32_768,
+    ..LLAMA
+};
+
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-pub(super) static FAMILIES: [Family; 20] = [
+pub(super) static FAMILIES: [Family; 22] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -213,37 +250,39 @@ pub(super) static FAMILIES: [Family; 20] = [
         context: 32_768,
         ..LLAMA
     },
+    QWEN3_5,
     Family {
-        name: "qwen3_5_text",
-        causal: "Qwen3_5ForCausalLM",
-        classifier: "Qwen3_5TextForSequenceClassification",
+        name: "qwen3_5_moe_text",
+        causal: "Qwen3_5MoeForCausalLM",
+        classifier: "Qwen3_5MoeTextForSequenceClassification",
         keys: &[
-            "attn_output_gate",
-            "full_attention_interval",
-            "layer_types",
-            "linear_conv_kernel_dim",
-            "linear_key_head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "linear_value_head_dim",
-            "mamba_ssm_dtype",
-            // The positions of images. Those of text are equal.
-            "mrope_interleaved",
-            "mrope_section",
-            // Layers that predict further tokens, whose tensors an export keeps.
-            "mtp_num_hidden_layers",
-            "mtp_use_dedicated_embeddings",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "output_router_logits",
+            "router_aux_loss_coef",
         ],
-        o_bias: Bias::Key("attention_bias", false),
-        mlp_bias: Bias::Never,
-        qk_norm: QkNorm::PerHead,
-        is_hybrid: true,
-        norm_offset: 1.0,
-        rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
-        head_dim: Some(256),
-        kv_heads: Some(4),
-        context: 32_768,
-        ..LLAMA
+        experts: Some(Mixture { count: 256, top_k: 8, width: Some(512), shared: Some(Shared::Gated(512)), ..MIXTURE }),
+        kv_heads: Some(2),
+        ..QWEN3_5
+    },
+    Family {
+        name: "qwen3_next",
+        causal: "Qwen3NextForCausalLM",
+        classifier: "Qwen3NextForSequenceClassification",
+        keys: MIXTURE_KEYS,
+        experts: Some(Mixture {
+            count: 512,
+            top_k: 10,
+            width: Some(512),
+            renormalizes: Some(true),
+            dense: DenseLayers::Stepped,
+            shared: Some(Shared::Gated(512)),
+            ..MIXTURE
+        }),
+        files: FileForm { delta: DeltaForm::ByHead, ..FileForm::PLAIN },
+        kv_heads: Some(2),
+        ..QWEN3_5
     },
     Family {
         name: "mixtral",
@@ -424,3 +463,13 @@ pub(super) static FAMILIES: [Family; 20] = [
         ..GEMMA2
     },
 ];
+
+impl Family {
+    /// The keys of config.json that not every family reads.
+    pub(super) fn own_keys(&self) -> Vec<&'static str> {
+        let has_gate = matches!(self.experts, Some(Mixture { shared: Some(Shared::Gated(_)), .. }));
+        let of_parts = [(self.is_hybrid, DELTA_KEYS), (has_gate, &["shared_expert_intermediate_size"])];
+        let of_parts = of_parts.into_iter().filter(|(has_part, _)| *has_part).flat_map(|(_, keys)| keys);
+        self.keys.iter().chain(of_parts).copied().collect()
+    }
+}

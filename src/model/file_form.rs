@@ -1,5 +1,6 @@
 //! The form of the matrices of a family in the files of a model.
 
+use super::delta_files::DeltaForm;
 use super::expert_files::ExpertForm;
 
 /// How matrices are stored in the files of a model.
@@ -13,10 +14,17 @@ pub struct FileForm {
     pub is_interleaved: bool,
     /// The usual form of experts.
     pub experts: ExpertForm,
+    /// The form of layers with the gated delta rule.
+    pub delta: DeltaForm,
 }
 
 impl FileForm {
     /// Each matrix is a tensor, and columns of a head are rotated with those half a head apart.
-    pub const PLAIN: Self =
-        Self { joins_qkv: false, joins_gate_up: false, is_interleaved: false, experts: ExpertForm::Each };
+    pub const PLAIN: Self = Self {
+        joins_qkv: false,
+        joins_gate_up: false,
+        is_interleaved: false,
+        experts: ExpertForm::Each,
+        delta: DeltaForm::ByMatrix,
+    };
 }

@@ -12,6 +12,24 @@ pub struct FileRows {
     pub matrices: Option<usize>,
     /// The order of the columns of heads, which are the rows here, if it is another one.
     pub heads: Option<HeadRows>,
+    /// The distances of its rows, if those of other parameters are between them.
+    pub runs: Option<Runs>,
+}
+
+/// Runs of neighboring rows at equal distances in a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Runs {
+    /// Rows of a run.
+    pub rows: usize,
+    /// Rows of the tensor from the first one of a run to that of the next.
+    pub step: usize,
+}
+
+impl Runs {
+    /// The row of the tensor of row `row` of the parameter, without `FileRows::first`.
+    fn in_file(self, row: usize) -> usize {
+        row / self.rows * self.step + row % self.rows
+    }
 }
 
 /// The columns of a head that are rotated: the first ones in the files. `ops::rope` turns column i with i + e/2, so here
@@ -56,42 +74,56 @@ impl HeadRows {
         };
         row - column + found
     }
-
-    /// Whole heads, of `width` values a row, in the order of the files.
-    pub fn to_file(self, heads: &[f32], width: usize) -> Vec<f32> {
-        let mut ordered = vec![0.0; heads.len()];
-        for (row, values) in heads.chunks_exact(width).enumerate() {
-            let at = self.in_file(row) * width;
-            ordered[at..at + width].copy_from_slice(values);
-        }
-        ordered
-    }
 }
 
 impl FileRows {
     /// A tensor of its own, of `rows` rows.
     pub fn own(name: &str, rows: usize) -> Self {
-        Self { tensor: name.to_owned(), first: 0, of: rows, matrices: None, heads: None }
+        Self { tensor: name.to_owned(), first: 0, of: rows, matrices: None, heads: None, runs: None }
+    }
+
+    /// Whether the rows are not neighbors in the order of the parameter.
+    pub fn is_scattered(&self) -> bool {
+        self.heads.is_some() || self.runs.is_some()
+    }
+
+    /// The row of the tensor that row `row` of the parameter is.
+    fn in_file(&self, row: usize) -> usize {
+        let row = self.heads.map_or(row, |heads| heads.in_file(row));
+        self.first + self.runs.map_or(row, |runs| runs.in_file(row))
     }
 
     /// Fills `out` with row-major values of the parameter from element `start` on, in rows of `width` values. `read`
     /// does so for the tensor.
     pub fn read(&self, width: usize, start: usize, out: &mut [f32], read: &dyn Fn(usize, &mut [f32])) {
-        let Some(heads) = self.heads else { return read(self.first * width + start, out) };
+        if !self.is_scattered() {
+            return read(self.first * width + start, out);
+        }
         let (mut at, mut rest) = (start, out);
         while !rest.is_empty() {
             let (row, column) = (at / width, at % width);
             let (part, after) = rest.split_at_mut((width - column).min(rest.len()));
-            read((self.first + heads.in_file(row)) * width + column, part);
+            read(self.in_file(row) * width + column, part);
             at += part.len();
             rest = after;
+        }
+    }
+
+    /// Writes rows of the parameter of `width` values, from row `first` on, to their places in the tensor.
+    pub fn write(&self, width: usize, first: usize, rows: &[f32], tensor: &mut [f32]) {
+        for (row, values) in rows.chunks_exact(width).enumerate() {
+            tensor[self.in_file(first + row) * width..][..width].copy_from_slice(values);
         }
     }
 
     /// The rows of the tensor among which rows `rows` of the parameter are.
     pub fn span(&self, rows: std::ops::Range<usize>) -> std::ops::Range<usize> {
         let e = self.heads.map_or(1, HeadRows::unit);
-        self.first + rows.start / e * e..self.first + rows.end.next_multiple_of(e)
+        let (start, end) = (rows.start / e * e, rows.end.next_multiple_of(e));
+        match self.runs {
+            Some(runs) if start < end => self.first + runs.in_file(start)..self.first + runs.in_file(end - 1) + 1,
+            _ => self.first + start..self.first + end,
+        }
     }
 }
 
@@ -112,7 +144,9 @@ mod tests {
                 assert_eq!([file[e + i], file[e + i + e / 2]], pair.map(|column| e + column), "{order:?}");
             }
             let rows: Vec<f32> = (0..2 * e).map(|row| file[row] as f32).collect();
-            assert_eq!(order.to_file(&rows, 1), (0..2 * e).map(|row| row as f32).collect::<Vec<_>>());
+            let (place, mut tensor) = (FileRows { heads: Some(order), ..FileRows::own("q", 2 * e) }, vec![0.0; 2 * e]);
+            place.write(1, 0, &rows, &mut tensor);
+            assert_eq!(tensor, (0..2 * e).map(|row| row as f32).collect::<Vec<_>>());
         }
         assert_eq!(HeadRows::new(8, 8, false), None);
         let behind = HeadRows { skipped: 3, ..HeadRows::new(4, 4, true).unwrap() };
@@ -131,5 +165,31 @@ mod tests {
         rows.read(2, 1, &mut out, &read);
         assert_eq!(out, [7.0, 10.0, 11.0, 8.0, 9.0], "rows 0, 2 and 1 of a head");
         assert_eq!(rows.span(1..3), 3..7);
+    }
+
+    #[test]
+    fn matrices_whose_heads_alternate_in_a_tensor_are_read_and_written_run_by_run() {
+        // Three heads, each with one row of a matrix, and two of another.
+        let place = |first: usize, rows: usize| FileRows {
+            first,
+            runs: Some(Runs { rows, step: 3 }),
+            ..FileRows::own("joined", 9)
+        };
+        let read = |start: usize, out: &mut [f32]| {
+            out.iter_mut().enumerate().for_each(|(i, x)| *x = (start + i) as f32);
+        };
+        let ([one, two], mut tensor) = ([place(0, 1), place(1, 2)], vec![f32::NAN; 18]);
+        for (rows, count) in [(&one, 3), (&two, 6)] {
+            let mut all = vec![0.0; count * 2];
+            rows.read(2, 0, &mut all, &read);
+            // In pieces.
+            rows.write(2, 0, &all[..4], &mut tensor);
+            rows.write(2, 2, &all[4..], &mut tensor);
+        }
+        assert_eq!(tensor, (0..18).map(|x| x as f32).collect::<Vec<_>>());
+        let mut out = [0.0; 4];
+        two.read(2, 3, &mut out, &read);
+        assert_eq!(out, [5.0, 8.0, 9.0, 10.0], "the end of row 2, row 4, the beginning of row 5");
+        assert_eq!((two.span(1..4), two.span(0..6), one.span(1..2)), (2..6, 1..9, 3..4));
     }
 }

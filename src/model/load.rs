@@ -10,7 +10,6 @@ use super::files::{Checkpoint, Stored, listed};
 use super::fp8::{self, Fp8};
 use super::init;
 use super::names::LM_HEAD;
-use super::naming::is_other;
 use super::params::{ParamSpec, ParamTable, tensors};
 use super::part::{Cut, TensorPart};
 use super::weights::pack::{self, stored, whole_rows};
@@ -273,7 +272,7 @@ impl Source {
         let (name, file) = (spec.file_name(), spec.file_rows());
         let ((n, k), mut rows) = (spec.full_dims(), spec.rows.clone());
         let whole = if let Some(checked) = self.quantized.get(name) {
-            if file.heads.is_some() {
+            if file.is_scattered() {
                 let family = self.arch.family.name;
                 let message =
                     format!("matrices in nf4 cannot be read for {family}, whose heads are reordered ({name})");
@@ -285,7 +284,8 @@ impl Source {
             checked.matrix(&self.checkpoint, name)
         } else {
             let tensor = self.checkpoint.get(name).expect("`check` found every parameter");
-            tensor.will_need(file.first * k..(file.first + n) * k);
+            let in_file = file.span(0..n);
+            tensor.will_need(in_file.start * k..in_file.end * k);
             Nf4::quantize(n, k, &*self.values(&spec.name).expect("it is there"))
                 .ok_or_else(|| not_finite(tensor.path, name))?
                 .double_quantized()
@@ -452,7 +452,7 @@ fn check(
             || corrections::is_correction(name)
             || fp8::matrix_of(name).is_some_and(|matrix| of_table.contains(&*matrix))
             || arch.is_further(name)
-            || (arch.wrapper.is_some() && is_other(name))
+            || arch.is_other(name)
             || (shares && name == LM_HEAD)
     };
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();

@@ -35,6 +35,7 @@ mod branch;
 mod config_json;
 mod context;
 mod delta;
+mod delta_files;
 mod expert_axis;
 mod expert_files;
 mod experts;

@@ -2,7 +2,6 @@
 
 use super::arch::Arch;
 use super::files::{Checkpoint, weight_files};
-use super::naming::is_other;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +26,7 @@ pub struct OnDisk {
     pub files: usize,
     /// Those of the language model by their type, such as `BF16`.
     pub by_type: BTreeMap<String, Tensors>,
-    /// Those of the other parts of a model that also sees images.
+    /// Those outside the language model.
     pub others: Tensors,
 }
 
@@ -45,7 +44,7 @@ impl OnDisk {
         let mut found = Self { files, by_type: BTreeMap::new(), others: Tensors::default() };
         for name in checkpoint.names() {
             let tensor = checkpoint.get(name).expect("it has the name");
-            let of = if arch.wrapper.is_some() && is_other(name) {
+            let of = if arch.is_other(name) {
                 &mut found.others
             } else {
                 found.by_type.entry(format!("{:?}", tensor.dtype)).or_default()

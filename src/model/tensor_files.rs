@@ -2,6 +2,7 @@
 //! time.
 
 use super::corrections::Corrections;
+use super::file_rows::FileRows;
 use super::files::Checkpoint;
 use super::naming::Naming;
 use super::params::{ParamSpec, ParamTable, tensors};
@@ -42,8 +43,10 @@ pub(super) struct TensorFiles {
     pub(super) others: Option<Checkpoint>,
     /// Numbers of routers, which the last file of the table has, too.
     pub(super) corrections: Corrections,
-    /// The rows so far of a parameter whose heads have another order in the files.
-    ordered: Vec<f32>,
+    /// Whether each parameter is in a tensor whose rows have another order in the files, and that is written as a whole.
+    holds: Vec<bool>,
+    /// The values so far of such a tensor.
+    held: Vec<f32>,
 }
 
 /// The names in an export.
@@ -75,11 +78,13 @@ struct Staging {
 impl TensorFiles {
     /// Files of at most `shard_bytes_max` bytes of tensors each. A larger tensor gets a file of its own.
     pub(super) fn new(dir: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
-        let mut files: Vec<Range<usize>> = Vec::new();
+        let (mut files, mut holds): (Vec<Range<usize>>, Vec<bool>) = (Vec::new(), Vec::new());
         let (mut bytes, mut end) = (0, 0);
         for parts in tensors(table.specs()) {
             let (start, size) = (end, parts.iter().map(ParamSpec::elements).sum::<usize>() * dtype.bytes());
             end += parts.len();
+            let is_scattered = |spec: &ParamSpec| spec.file.as_ref().is_some_and(FileRows::is_scattered);
+            holds.resize(end, parts.iter().any(is_scattered));
             match files.last_mut() {
                 Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = end,
                 _ => {
@@ -101,7 +106,8 @@ impl TensorFiles {
             staging: Staging::default(),
             others: None,
             corrections: Corrections::default(),
-            ordered: Vec::new(),
+            holds,
+            held: Vec::new(),
         }
     }
 
@@ -132,13 +138,15 @@ impl TensorFiles {
             let spec = table.spec(id);
             assert!(id.index == self.next && part == spec.range(), "{} is written out of order", spec.name);
             let (n, k) = spec.full_dims();
-            // Whole heads, if their rows have another order in the files.
-            let unit = spec.file.as_ref().and_then(|file| file.heads).map_or(PANEL, |heads| PANEL * heads.unit());
-            let each = (PIECE / k.max(1) / unit).max(1) * unit;
+            let each = (PIECE / k.max(1) / PANEL).max(1) * PANEL;
             for first in (0..n).step_by(each) {
                 let rows = first..(first + each).min(n);
-                let elements = rows.len() * k;
-                self.piece(elements, staging.bytes(spec, values, rows, self.dtype))?;
+                if self.holds[id.index] {
+                    self.hold(staging.rows(spec, values, rows))?;
+                } else {
+                    let elements = rows.len() * k;
+                    self.piece(elements, staging.bytes(spec, values, rows, self.dtype))?;
+                }
             }
         }
         self.staging = staging;
@@ -151,25 +159,33 @@ impl TensorFiles {
     /// If `index` is not the next parameter.
     pub(super) fn rows(&mut self, index: usize, rows: &[f32]) -> Result<()> {
         assert_eq!(index, self.next, "{} is written out of order", self.table.specs()[index].name);
-        let spec = &self.table.specs()[index];
-        let mut ordered = std::mem::take(&mut self.ordered);
-        if let Some(heads) = spec.file.as_ref().and_then(|file| file.heads) {
-            // Heads may be cut anywhere, so the whole parameter is put in order.
-            ordered.extend_from_slice(rows);
-            if ordered.len() < spec.elements() {
-                self.ordered = ordered;
-                return Ok(());
-            }
-            ordered = heads.to_file(&ordered, spec.full_dims().1);
+        if self.holds[index] {
+            return self.hold(rows);
         }
-        let rows = if ordered.is_empty() { rows } else { &ordered };
         let mut bits = std::mem::take(&mut self.staging.bits);
         self.piece(rows.len(), in_dtype(rows, self.dtype, &mut bits))?;
         self.staging.bits = bits;
         Ok(())
     }
 
-    /// Writes the next elements of the current parameter.
+    /// Puts the next rows of the current parameter in the order of its tensor, which is written once it is whole.
+    fn hold(&mut self, rows: &[f32]) -> Result<()> {
+        let table = self.table.clone();
+        let (spec, next) = (&table.specs()[self.next], table.specs().get(self.next + 1));
+        let (file, width) = (spec.file_rows(), spec.file_width());
+        self.held.resize(file.of * width, 0.0);
+        file.write(width, self.written / width, rows, &mut self.held);
+        let is_last = next.is_none_or(|next| next.file_name() != spec.file_name());
+        if !is_last || self.written + rows.len() < spec.elements() {
+            return self.piece(rows.len(), &[]);
+        }
+        let (held, mut bits) = (std::mem::take(&mut self.held), std::mem::take(&mut self.staging.bits));
+        self.piece(rows.len(), in_dtype(&held, self.dtype, &mut bits))?;
+        self.staging.bits = bits;
+        Ok(())
+    }
+
+    /// Writes the next elements of the current parameter, whose `bytes` are written here or later.
     fn piece(&mut self, elements: usize, bytes: &[u8]) -> Result<()> {
         if self.written == 0
             && let Some(file) = self.files.iter().position(|file| file.start == self.next)
@@ -258,22 +274,23 @@ impl TensorFiles {
 impl Staging {
     /// The bytes of a parameter's rows in the format of a file. The rows start at a panel boundary.
     fn bytes(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>, dtype: DType) -> &[u8] {
-        let len = rows.len() * spec.columns.len();
-        let range = spec.flat_rows(&rows);
-        let heads = spec.file.as_ref().and_then(|file| file.heads);
-        if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row && heads.is_none() {
-            self.bits.resize(len, 0);
-            values.read_bits(&range, &mut self.bits);
+        if [values.dtype(), dtype] == [DType::Bf16; 2] && spec.layout == Layout::Row {
+            self.bits.resize(rows.len() * spec.columns.len(), 0);
+            values.read_bits(&spec.flat_rows(&rows), &mut self.bits);
             return bytemuck::cast_slice(&self.bits);
         }
+        self.rows(spec, values, rows);
+        in_dtype(&self.rows, dtype, &mut self.bits)
+    }
+
+    /// The values of a parameter's rows, which start at a panel boundary.
+    fn rows(&mut self, spec: &ParamSpec, values: &UnitValues, rows: Range<usize>) -> &[f32] {
+        let range = spec.flat_rows(&rows);
         self.flat.resize(range.len(), 0.0);
-        self.rows.resize(len, 0.0);
+        self.rows.resize(rows.len() * spec.columns.len(), 0.0);
         values.to_master(&range, &mut self.flat);
         unpack_rows(spec, &self.flat, &mut self.rows);
-        if let Some(heads) = heads {
-            self.rows = heads.to_file(&self.rows, spec.columns.len());
-        }
-        in_dtype(&self.rows, dtype, &mut self.bits)
+        &self.rows
     }
 }
 

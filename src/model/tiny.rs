@@ -72,6 +72,17 @@ const KEYS: &[(&str, &str)] = &[
             "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1,
             "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.5}"#,
     ),
+    (
+        "qwen3_next",
+        r#"{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40, "norm_topk_prob": true, "decoder_sparse_step": 1,
+            "mlp_only_layers": []}"#,
+    ),
+    (
+        "qwen3_5_moe_text",
+        r#"{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40}"#,
+    ),
     ("smollm3", r#"{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4}"#),
     ("seed_oss", r#"{"residual_dropout": 0.0}"#),
     (

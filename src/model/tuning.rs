@@ -244,9 +244,12 @@ impl Tuning {
         }
         let layers: BTreeSet<usize> = settings.layers.iter().flat_map(Layers::indices).collect();
         let in_layers = |module: &str| layers.is_empty() || layer_of(module).is_some_and(|i| layers.contains(&i));
+        // In transformers 5 experts are no modules, and PEFT skips them unless their tensors are named.
+        let is_skipped = |module: &str| origin == Origin::File && module.contains(".experts.");
         let chosen = model.modules.iter().filter(|(module, dims)| {
             let is_linear = dims.is_some();
-            targets.selects(module, is_linear)
+            !is_skipped(module)
+                && targets.selects(module, is_linear)
                 && (targets.is_whole_name(module) || in_layers(module))
                 && !exclude.selects(module, is_linear)
                 && !whole.contains(&format!("{module}.weight"))

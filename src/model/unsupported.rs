@@ -4,7 +4,7 @@ use crate::error::Error;
 
 /// (families, the part of them that is missing here). A family is a `model_type`, or the class of `architectures` up
 /// to `For`, without `_`, `-` and a last `text`, in lower case.
-const UNSUPPORTED: [(&[&str], &str); 15] = [
+const UNSUPPORTED: [(&[&str], &str); 14] = [
     (
         &[
             "bart",
@@ -53,7 +53,6 @@ const UNSUPPORTED: [(&[&str], &str); 15] = [
         &["gemma3n", "gemma4"],
         "its layers share keys and values, and its small sizes (E2B, E4B) read further embeddings in each layer",
     ),
-    (&["qwen35moe", "qwen3next"], "it has the gated delta rule and mixtures of experts"),
     (&["kimilinear"], "it has layers of linear attention (Kimi Delta Attention)"),
     (
         &["ernie45moe", "gptoss", "granitemoe", "minimax", "minimaxm2", "olmoe", "phimoe", "qwen2moe"],

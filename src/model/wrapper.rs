@@ -4,9 +4,8 @@
 use super::files::{Checkpoint, Stored};
 use super::naming::is_other;
 use super::unsupported::refused;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
 
 /// A kind of model around a language model.
 pub(super) struct Kind {
@@ -18,10 +17,11 @@ pub(super) struct Kind {
     pub family: &'static str,
 }
 
-pub(super) const WRAPPERS: [Kind; 3] = [
+pub(super) const WRAPPERS: [Kind; 4] = [
     Kind { name: "gemma3", class: "Gemma3ForConditionalGeneration", family: "gemma3_text" },
     Kind { name: "mistral3", class: "Mistral3ForConditionalGeneration", family: "ministral3" },
     Kind { name: "qwen3_5", class: "Qwen3_5ForConditionalGeneration", family: "qwen3_5_text" },
+    Kind { name: "qwen3_5_moe", class: "Qwen3_5MoeForConditionalGeneration", family: "qwen3_5_moe_text" },
 ];
 const TEXT: &str = "text_config";
 /// Keys of which the outer one counts, for the language model, too.
@@ -40,8 +40,6 @@ const OUTER: [&str; 7] = [
 pub struct Wrapper {
     /// Its config.json without the language model's.
     config: Map<String, Value>,
-    /// The directory with its other tensors.
-    dir: Option<PathBuf>,
 }
 
 impl Wrapper {
@@ -70,19 +68,13 @@ impl Wrapper {
         }
         let mut outer = config.clone();
         outer.shift_remove(TEXT);
-        Ok((inner, Some(Self { config: outer, dir: None })))
+        Ok((inner, Some(Self { config: outer })))
     }
 
     /// Its `model_type`, or its class.
     pub fn name(&self) -> &str {
         let class = self.config.get("architectures").and_then(|all| all.get(0));
         self.config.get("model_type").or(class).and_then(Value::as_str).unwrap_or_default()
-    }
-
-    /// The same with the files of `dir`.
-    #[must_use]
-    pub(super) fn located(self, dir: &Path) -> Self {
-        Self { dir: Some(dir.to_owned()), ..self }
     }
 
     /// config.json around the language model's.
@@ -99,15 +91,6 @@ impl Wrapper {
         inner.shift_remove("architectures");
         outer.insert(TEXT.into(), Value::Object(inner));
         outer
-    }
-
-    /// The files with its other tensors.
-    ///
-    /// # Errors
-    /// `Data` or `Io` if they are gone or damaged.
-    pub(super) fn others(&self) -> Result<Checkpoint> {
-        let dir = self.dir.as_deref().ok_or_else(|| Error::fault("the model's directory is not known"))?;
-        Checkpoint::open(dir)
     }
 }
 

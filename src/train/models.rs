@@ -162,6 +162,8 @@ impl JobModel {
     pub fn of_checkpoint(spec: ModelSpec, config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
         let mut model =
             Self { spec: spec.located(config)?, arch: Arch::load(&checkpoint.dir)?.for_rows(config.row_tokens_max()) };
+        // A checkpoint has none of the tensors outside the language model.
+        model.arch = model.arch.with_others(&model.spec.dir);
         model.arch.tuning = tuning(config, &model)?.map(Arc::new);
         Ok(model)
     }

@@ -14,7 +14,7 @@ fn config(fixture: &Fixture, dir: &str) -> Value {
 #[test]
 fn a_tiny_model_of_every_family_reads_and_answers_with_the_given_tokenizer() {
     let fixture = Fixture::new();
-    for name in Family::names().chain(["gemma3", "mistral3"]) {
+    for name in Family::names().chain(["gemma3", "mistral3", "qwen3_5_moe"]) {
         let made = fixture.run(&["init", "--like", name, "--tiny", "--tokenizer", "tokenizer", "--out", name]).well();
         let parameters = made.stderr.split([':', ' ']).find_map(|word| word.parse::<usize>().ok());
         assert!(parameters.is_some_and(|n| (100_000..400_000).contains(&n)), "{}", made.stderr);
@@ -80,7 +80,7 @@ fn a_model_like_another_one_has_its_shape_or_its_kinds_of_layers_in_small_sizes(
 }
 
 /// A golden model, and lines of `info` about it.
-const KNOWN: [(&str, &[&str]); 5] = [
+const KNOWN: [(&str, &[&str]); 6] = [
     (
         "gemma3-old",
         &[
@@ -99,6 +99,16 @@ const KNOWN: [(&str, &[&str]); 5] = [
             "parameters 39,288, 24,168 active for each token",
             "mlp        6 experts of width 35 (silu) in 2 layers; 3 for each token, weights sum to 1",
             "           width 11 (silu) in 1 layer",
+        ],
+    ),
+    (
+        "qwen3_next",
+        &[
+            "mlp        6 experts of width 11 (silu) in 2 layers; 3 for each token, weights are probabilities; one of width \
+             35 with a gate for all tokens",
+            "           2 with the gated delta rule, 6 states of 7 x 5 on 3 key heads, convolutions of 4 tokens",
+            "weights    78 tensors, 59.0 KiB in F16; 1 file",
+            "not used   2 tensors, 66 bytes, of layers that predict further tokens; copied to exports",
         ],
     ),
     ("gemma2", &["soft caps  attention scores at 1.5, logits at 2.5", "ends with  2"]),

@@ -32,16 +32,21 @@ from shapes import BASE, MODELS, PROMPT, setting
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 OUT = Path(__file__).parent / "models"
+# One tensor for all experts.
+STACKED = ("qwen3_moe-stacked", "qwen3_5_moe")
+WITH_FURTHER_LAYERS = ("qwen3_5_moe", "qwen3_next")
 TEMPERATURE = 0.7
 ENTROPY_COEF = 0.05
 
 
 def with_exact_states():
     """Lets transformers compute the states of the gated delta rule in the model's dtype, not in float32."""
-    module = transformers.models.qwen3_5.modeling_qwen3_5
-    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
-        source = inspect.getsource(inspect.unwrap(getattr(module, name))).replace("torch.float32", "query.dtype")
-        exec(source[source.index("def "):], vars(module))
+    families = transformers.models
+    for module in (families.qwen3_5.modeling_qwen3_5, families.qwen3_5_moe.modeling_qwen3_5_moe,
+                   families.qwen3_next.modeling_qwen3_next):
+        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+            source = inspect.getsource(inspect.unwrap(getattr(module, name))).replace("torch.float32", "query.dtype")
+            exec(source[source.index("def "):], vars(module))
 
 
 def randomise(model, generator, embed):
@@ -88,6 +93,8 @@ def as_transformers_4(path):
         rope["type"] = rope.pop("rope_type")
         rope.pop("original_max_position_embeddings")
     text["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
+    if text["model_type"] == "qwen3_next":
+        text["full_attention_interval"] = text["layer_types"].index("full_attention") + 1
     text.pop("layer_types", None)
     text.pop("no_rope_layers", None)
     if "hidden_activation" in text:
@@ -109,6 +116,12 @@ def rename_to_modules(path):
     tensors = {f"model.language_model.{name.removeprefix(prefix)}" if name.startswith(prefix) else f"model.{name}": t
                for name, t in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def add_further_layers(path, generator):
+    """Adds tensors of layers that predict further tokens, as released files have them. Transformers skips them."""
+    tensors = {"mtp.fc.weight": torch.randn((3, 5), generator=generator), "mtp.norm.weight": torch.ones(3).half()}
+    save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
 
 
 def name_in_files(parameter, saved):
@@ -181,7 +194,9 @@ def balance_loss(model, rows):
     """The load-balancing loss over the tokens of all rows together."""
     logits = [model(input_ids=row[None], use_cache=False, output_router_logits=True).router_logits for row in rows]
     joined = tuple(torch.cat(of_layer) for of_layer in zip(*logits))
-    count, chosen = model.config.num_local_experts, model.config.num_experts_per_tok
+    config = model.config.get_text_config()
+    count = getattr(config, "num_local_experts", None) or config.num_experts
+    chosen = config.num_experts_per_tok
     return sys.modules[type(model).__module__].load_balancing_loss_func(joined, count, chosen)
 
 
@@ -215,10 +230,12 @@ def save_model(name, generator):
         b.data = values
     directory = OUT / name
     shutil.rmtree(directory, ignore_errors=True)
-    model.save_pretrained(directory, save_original_format=name != "qwen3_moe-stacked",
+    model.save_pretrained(directory, save_original_format=name not in STACKED,
                           **({"max_shard_size": shard} if shard else {}))
     if spelling == 4:
         as_transformers_4(directory / "config.json")
+    if name in WITH_FURTHER_LAYERS:
+        add_further_layers(directory / "model.safetensors", generator)
     if name == "gemma3":
         rename_to_modules(directory / "model.safetensors")
 

@@ -208,6 +208,43 @@ MODELS = {
         vision_config=dict(depth=1, hidden_size=8, intermediate_size=6, num_heads=2, out_hidden_size=20, patch_size=4,
                            num_position_embeddings=4),
     ), torch.float32, None, 5),
+    # The second layer alone has attention, and a dense MLP; the projections of linear attention go by key heads.
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=22, intermediate_size=13, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=7, linear_value_head_dim=5,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], mlp_only_layers=[1], num_experts=6,
+        num_experts_per_tok=3, moe_intermediate_size=11, shared_expert_intermediate_size=35, norm_topk_prob=False,
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.25),
+    ), torch.float16, None, 4),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=21, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=9, linear_value_head_dim=6,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=9, shared_expert_intermediate_size=14, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1],
+                             mrope_interleaved=True),
+    ), torch.bfloat16, None, 5),
+    # One tensor for all experts, as in the released files.
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3_5MoeForConditionalGeneration", dict(
+        tie_word_embeddings=False,
+        text_config=dict(
+            model_type="qwen3_5_moe_text", hidden_size=20, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=7, linear_value_head_dim=11,
+            layer_types=["linear_attention", "full_attention"], num_experts=5, num_experts_per_tok=2,
+            moe_intermediate_size=10, shared_expert_intermediate_size=9,
+            rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5,
+                                 mrope_section=[1, 1, 0], mrope_interleaved=True)),
+        vision_config=dict(depth=1, hidden_size=8, intermediate_size=6, num_heads=2, out_hidden_size=20, patch_size=4,
+                           num_position_embeddings=4),
+    ), torch.bfloat16, None, 5),
+    "reward-qwen3_next": ("Qwen3NextConfig", "Qwen3NextForSequenceClassification", dict(
+        hidden_size=22, intermediate_size=9, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=6,
+        layer_types=["linear_attention", "full_attention"], num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=9, shared_expert_intermediate_size=8, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+    ), torch.bfloat16, None, 5),
     "reward-qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5TextForSequenceClassification", dict(
         hidden_size=22, intermediate_size=9, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1,
         linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=5, linear_value_head_dim=6,
@@ -277,6 +314,10 @@ SETTINGS = {
     "deepseek_v3": dict(seed=405),
     "deepseek_v3-plain": dict(seed=409),
     "glm4_moe_lite": dict(seed=415),
+    "qwen3_next": dict(lengths=[1, 2, 31, 65, 90], seed=141),
+    "qwen3_5_moe_text": dict(lengths=[1, 2, 31, 65, 90], seed=132),
+    "qwen3_5_moe": dict(embed=0.5, seed=152),
+    "reward-qwen3_next": dict(seed=134),
 }
 
 

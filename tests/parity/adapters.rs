@@ -100,7 +100,7 @@ fn dequantized(files: &ModelFiles, out: &Path) {
 #[test]
 fn a_model_on_a_base_in_nf4_computes_bitwise_as_on_the_dequantized_base() {
     let scratch = tempfile::tempdir().expect("a directory");
-    for name in ["llama3", "phi3-short", "glm4"] {
+    for name in ["llama3", "phi3-short", "glm4", "qwen3_next"] {
         let (dir, from, head, out) = (directory(name), adapter(name), Head::LanguageModel, scratch.path().join(name));
         let arch = adapted(&dir, Some(&from), head).expect("an adapter");
         let files = |dir| ModelFiles { dir, adapter: Some(&from), arch: &arch, head };

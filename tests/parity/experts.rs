@@ -13,7 +13,8 @@ use rlhf_hpc::model::tuning::Tuning;
 use rlhf_hpc::model::{Arch, Head, ParamTable, load};
 use rlhf_hpc::tensor::DType;
 
-const MIXTURES: [&str; 3] = ["mixtral", "qwen3_moe", "qwen3_moe-stacked"];
+const MIXTURES: [&str; 6] =
+    ["mixtral", "qwen3_moe", "qwen3_moe-stacked", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"];
 
 /// A loss that is always 0.
 struct Nothing {
@@ -84,8 +85,13 @@ fn all_linear_chooses_neither_routers_nor_experts() {
         let params = ParamTable::new(&arch, Head::LanguageModel).shapes();
         let settings = LoraConfig { rank: 2, ..LoraConfig::default() };
         let tuning = Tuning::lora(&settings, "lora", &params).expect("linear layers");
+        let (deltas, attentions) = (arch.deltas().count(), arch.attentions().count());
         let dense = arch.feeds().filter(|feed| feed.experts().is_none()).count();
-        assert_eq!(tuning.adapters.len(), 4 * arch.blocks.len() + 3 * dense, "{name}: {:?}", tuning.adapters.keys());
+        let of_delta = if name == "qwen3_next" { 3 } else { 5 };
+        let of_mixture = if deltas > 0 { 3 } else { 0 };
+        let of_feeds = 3 * dense + of_mixture * (arch.blocks.len() - dense);
+        let all = 4 * attentions + of_delta * deltas + of_feeds;
+        assert_eq!(tuning.adapters.len(), all, "{name}: {:?}", tuning.adapters.keys());
         let is_other = |module: &String| module.contains("experts") || module.rsplit('.').next() == Some("gate");
         assert!(!tuning.adapters.keys().any(is_other), "{name}: {:?}", tuning.adapters.keys());
         let frozen = Tuning::freeze(&["mlp".into()], "model.freeze", &params).expect("the rest trains");

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 25] = [
+pub const DENSE_MODELS: [&str; 28] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -40,9 +40,13 @@ pub const DENSE_MODELS: [&str; 25] = [
     "deepseek_v3",
     "deepseek_v3-plain",
     "glm4_moe_lite",
+    // Both.
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
 ];
 /// Language models with adapters.
-pub const ADAPTED: [&str; 14] = [
+pub const ADAPTED: [&str; 16] = [
     "llama2",
     "llama3",
     "mistral",
@@ -57,11 +61,13 @@ pub const ADAPTED: [&str; 14] = [
     "qwen3_5_text",
     "deepseek_v3",
     "deepseek_v3-plain",
+    "qwen3_next",
+    "qwen3_5_moe_text",
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
-pub const DENSE_REWARD_MODELS: [&str; 5] =
-    ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text", "reward-mixtral"];
+pub const DENSE_REWARD_MODELS: [&str; 6] =
+    ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text", "reward-mixtral", "reward-qwen3_next"];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;
 /// Length of the prompt that the greedy continuation starts from.
@@ -251,9 +257,7 @@ pub fn compare_gradients(name: &str, golden: &Golden, prefix: &str, grads: &Grad
         let mut ours = vec![f32::NAN; theirs.len()];
         for spec in grads.table.specs().iter().filter(|spec| spec.file_name() == parameter) {
             let (rows, width) = (pack::unpack(spec, &flat[spec.range()]), spec.file_width());
-            let file = spec.file_rows();
-            let rows = file.heads.map_or(rows.clone(), |heads| heads.to_file(&rows, width));
-            ours[file.first * width..][..rows.len()].copy_from_slice(&rows);
+            spec.file_rows().write(width, 0, &rows, &mut ours);
         }
         let is_still = name == "smollm3-window" && parameter.ends_with("k_proj.bias");
         assert!(is_still || theirs.iter().any(|x| *x != 0.0), "{name}: {parameter} has a gradient");

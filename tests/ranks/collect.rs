@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::checkpoints::Shared;
 use crate::models::arch;
-use crate::tensor_models::eight_experts;
+use crate::tensor_models::{eight_experts, hybrid_experts};
 use crate::weights::sharded;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
@@ -58,11 +58,16 @@ fn exports(world: &World) {
     // Embedding and head of the first dense model are sent in several pieces. The last one gets a new head.
     for (family, tied, head, dtype, vocabulary) in [
         ("qwen3_moe", false, Head::LanguageModel, DType::Bf16, 97),
+        ("qwen3_next", false, Head::LanguageModel, DType::F32, 97),
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::Value, DType::F32, 97),
     ] {
-        let mut keys = if family == "qwen3_moe" { eight_experts() } else { json!({}) };
+        let mut keys = match family {
+            "qwen3_moe" => eight_experts(),
+            "qwen3_next" => hybrid_experts(),
+            _ => json!({}),
+        };
         (keys["vocab_size"], keys["tie_word_embeddings"]) = (vocabulary.into(), tied.into());
         let arch = arch(family, &keys);
         let root = Shared::new(world);

@@ -63,7 +63,17 @@ fn dense() -> Vec<(&'static str, Arch)> {
         // Experts whose width has a panel and a part of one.
         shape("mixtral", &json!({"num_local_experts": 4, "intermediate_size": 70})),
         shape("qwen3_moe", &experts()),
+        // Both.
+        shape("qwen3_next", &hybrid_experts()),
     ]
+}
+
+/// Keys of families with the gated delta rule and experts.
+pub fn hybrid_experts() -> Value {
+    json!({"head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 7, "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 36})
 }
 
 /// Keys of gemma2: caps that bend scores and logits, and a window in the first layer.

@@ -20,7 +20,17 @@ pub fn make(name: &str, out: &str) {
 
 #[test]
 fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill() {
-    for name in ["gemma2", "olmo3", "phi3-long", "qwen3_5_text", "mixtral", "qwen3_moe", "glm4_moe"] {
+    for name in [
+        "gemma2",
+        "olmo3",
+        "phi3-long",
+        "qwen3_5_text",
+        "mixtral",
+        "qwen3_moe",
+        "glm4_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+    ] {
         make(name, name);
         let sets = format!("model.actor={name} job.steps=20 checkpoint.every_steps=4 rollout.response_tokens_max=16");
         let job = |run: &str| Job::ppo(&format!("{name}-{run}")).with(&sets);
@@ -28,7 +38,7 @@ fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill()
         // All keys of config.json are used.
         assert!(ended.code == Some(0) && !ended.stderr.contains("unknown key"), "{name}: {}", ended.stderr);
         assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 20], "{name}");
-        let has_experts = ["mixtral", "qwen3_moe", "glm4_moe"].contains(&name);
+        let has_experts = name == "mixtral" || name.contains("moe") || name == "qwen3_next";
         assert_eq!(whole.numbers("experts_equal_ratio"), vec![1.0; if has_experts { 20 } else { 0 }], "{name}");
         let killed = job("killed");
         let mut running = killed.start();

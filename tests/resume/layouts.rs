@@ -64,29 +64,34 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
 /// The layers have eight experts.
 #[test]
 fn a_ppo_job_with_experts_on_several_ranks_has_the_metrics_of_one_rank_and_resumes_bitwise() {
-    families::make("qwen3_moe-stacked", "divided");
-    let sets = "model.actor=divided job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
-                model.router_aux_loss_coef=0.01 checkpoint.every_steps=1";
-    let alone = Job::ppo("experts-alone").with(sets).done();
     let layouts = [
         (2, "mesh.expert=2"),
+        (4, "mesh.expert=2 mesh.tensor=2"),
         (4, "mesh.expert=2 mesh.zero=3 rollout.tensor=2"),
         (4, "mesh.expert=4 mesh.zero=2"),
-        (4, "mesh.expert=2 mesh.tensor=2"),
     ];
-    for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
-        let job = |run: &str| Job::ppo(&format!("experts-{i}-{run}")).on(ranks).with(sets).with(layout);
-        let whole = job("whole").done();
-        assert_near(&whole, &alone, layout);
-        if !layout.contains("rollout") {
-            assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 2], "{layout}");
+    for (model, layouts) in [("qwen3_moe-stacked", &layouts[..]), ("qwen3_5_moe_text", &layouts[..2])] {
+        let made = format!("divided-{model}");
+        families::make(model, &made);
+        let sets = format!(
+            "model.actor={made} job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
+             model.router_aux_loss_coef=0.01 checkpoint.every_steps=1"
+        );
+        let alone = Job::ppo(&format!("{made}-alone")).with(&sets).done();
+        for (i, (ranks, layout)) in layouts.iter().enumerate() {
+            let job = |run: &str| Job::ppo(&format!("{made}-{i}-{run}")).on(*ranks).with(&sets).with(layout);
+            let whole = job("whole").done();
+            assert_near(&whole, &alone, layout);
+            if !layout.contains("rollout") {
+                assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 2], "{layout}");
+            }
+            assert_eq!(whole.numbers("experts_equal_ratio"), [1.0; 2], "{layout}");
+            let stopped = job("stopped");
+            for _ in 0..2 {
+                stopped.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
+            }
+            stopped.done().assert_same(&whole);
         }
-        assert_eq!(whole.numbers("experts_equal_ratio"), [1.0; 2], "{layout}");
-        let stopped = job("stopped");
-        for _ in 0..2 {
-            stopped.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
-        }
-        stopped.done().assert_same(&whole);
     }
 }
 

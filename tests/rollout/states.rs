@@ -11,8 +11,8 @@ use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{Beams, EarlyStopping, Engine, Hooks, Model};
 use rlhf_hpc::tensor::{DType, arena};
 
-/// Three layers with the rule and one with attention; and one of each.
-const MODELS: [&str; 2] = ["qwen3_5_text", "qwen3_5"];
+/// Two layers with the rule and one with attention; one of each; and the same with experts.
+const MODELS: [&str; 4] = ["qwen3_5_text", "qwen3_5", "qwen3_next", "qwen3_5_moe"];
 
 fn golden(name: &str, dtype: DType) -> Tiny {
     let (arch, weights) = load::load(Device::Cpu, &directory(name), Head::LanguageModel, dtype, 0).expect(name);

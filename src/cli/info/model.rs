@@ -188,7 +188,8 @@ fn of_files(dir: &Path, arch: &Arch) -> Result<Rows> {
     let mut rows = vec![("weights", format!("{}; {}", types.join("; "), counted(found.files, "file")))];
     if found.others.count > 0 {
         let others = describe(&found.others);
-        rows.push(("not used", format!("{others}, of other parts (images); copied to exports")));
+        let of = if arch.wrapper.is_some() { "other parts (images)" } else { "layers that predict further tokens" };
+        rows.push(("not used", format!("{others}, of {of}; copied to exports")));
     }
     Ok(rows)
 }
