@@ -4,7 +4,8 @@
 
 Writes tests/golden/adapters/NAME/ (an adapter directory, f32) and tests/golden/adapters/NAME.safetensors: `loss`, and
 the tensors that models.py lists, with 12 greedy tokens and with gradients of the trained parameters only. All in
-float64. All linear layers, unless a model lists some, have rank 4; B is not 0; the models differ in alpha, rslora and patterns.
+float64. All linear layers, unless a model lists some, have rank 4; B is not 0; the models differ in alpha, rslora and
+patterns.
 """
 
 import json
@@ -45,6 +46,7 @@ SETTINGS = {
     "deepseek_v3": dict(target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
                         rank_pattern={"kv_b_proj": 3}),
     "deepseek_v3-plain": dict(target_modules=["q_proj", "kv_b_proj"], use_rslora=True, lora_alpha=3),
+    "qwen3_next": dict(target_modules=[*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"],
                        rank_pattern={"in_proj_qkvz": 3, "in_proj_ba": 2}),
     "qwen3_5_moe_text": dict(target_modules=[*ATTENTION, "in_proj_qkv", "in_proj_b", "out_proj", "gate_proj",
                                              "up_proj", "down_proj"], lora_alpha=5),
