@@ -285,6 +285,12 @@ MODELS = {
         num_experts_per_tok=2, mlp_layer_types=["dense", "sparse"], tie_word_embeddings=False,
         rope_parameters=dict(rope_type="default", rope_theta=100.0),
     ), torch.float16, None, 5),
+    "reward-deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForSequenceClassification", dict(
+        hidden_size=20, intermediate_size=9, moe_intermediate_size=7, num_attention_heads=2, num_key_value_heads=2,
+        q_lora_rank=8, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3, n_routed_experts=4,
+        num_experts_per_tok=2, first_k_dense_replace=1, n_group=2, topk_group=1, num_labels=1, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0),
+    ), torch.bfloat16, None, 5),
 }
 
 # The rows' lengths, the prompt's, the number of new tokens, the embedding's scale, the seed (None: 100 + the index).
@@ -318,6 +324,7 @@ SETTINGS = {
     "qwen3_5_moe_text": dict(lengths=[1, 2, 31, 65, 90], seed=132),
     "qwen3_5_moe": dict(embed=0.5, seed=152),
     "reward-qwen3_next": dict(seed=134),
+    "reward-deepseek_v3": dict(seed=404),
 }
 
 

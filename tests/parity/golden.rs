@@ -66,8 +66,15 @@ pub const ADAPTED: [&str; 16] = [
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
-pub const DENSE_REWARD_MODELS: [&str; 6] =
-    ["reward-gemma3_text", "reward-phi3", "reward-olmo2", "reward-qwen3_5_text", "reward-mixtral", "reward-qwen3_next"];
+pub const DENSE_REWARD_MODELS: [&str; 7] = [
+    "reward-gemma3_text",
+    "reward-phi3",
+    "reward-olmo2",
+    "reward-qwen3_5_text",
+    "reward-mixtral",
+    "reward-qwen3_next",
+    "reward-deepseek_v3",
+];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;
 /// Length of the prompt that the greedy continuation starts from.

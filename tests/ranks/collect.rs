@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::checkpoints::Shared;
 use crate::models::arch;
-use crate::tensor_models::{eight_experts, hybrid_experts};
+use crate::tensor_models::{eight_experts, hybrid_experts, latent};
 use crate::weights::sharded;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
@@ -59,6 +59,7 @@ fn exports(world: &World) {
     for (family, tied, head, dtype, vocabulary) in [
         ("qwen3_moe", false, Head::LanguageModel, DType::Bf16, 97),
         ("qwen3_next", false, Head::LanguageModel, DType::F32, 97),
+        ("deepseek_v3", false, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::Value, DType::F32, 97),
@@ -66,6 +67,7 @@ fn exports(world: &World) {
         let mut keys = match family {
             "qwen3_moe" => eight_experts(),
             "qwen3_next" => hybrid_experts(),
+            "deepseek_v3" => latent(),
             _ => json!({}),
         };
         (keys["vocab_size"], keys["tie_word_embeddings"]) = (vocabulary.into(), tied.into());

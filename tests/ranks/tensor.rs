@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::collectives::values;
 use crate::models::arch;
-use crate::tensor_models::{Side, all_cut_shapes, assert_near, bits, capped, experts, row, shard};
+use crate::tensor_models::{Side, all_cut_shapes, assert_near, bits, capped, experts, latent, row, shard};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
@@ -102,7 +102,7 @@ fn rings(world: &World) {
         .into_iter()
         .chain(whole)
         .chain([("gemma2", capped()), ("ministral3", scaled)])
-        .chain([("qwen3_moe", experts())])
+        .chain([("qwen3_moe", experts()), ("deepseek_v3", latent())])
     {
         for lengths in LENGTHS {
             let what = format!("{family} {keys}, lengths {lengths:?}");
