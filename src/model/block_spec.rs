@@ -107,7 +107,7 @@ pub struct LatentSpec {
     pub q_rank: Option<usize>,
     /// The width of compressed keys and values.
     pub kv_rank: usize,
-    /// Columns of a head of queries and keys that are not rotated, and those that are.
+    /// Columns of a head of queries and keys that are not rotated, and rotated ones.
     pub plain: usize,
     pub rotated: usize,
     /// Columns of a head of values.

@@ -2,8 +2,8 @@
 //! (`ops::experts::SigmoidRule`). They have no gradient, and no dtype of weights would hold them exactly, so they are no
 //! parameters: the architecture has them, and checkpoints and exports keep them as they are.
 
+use super::decode::stored;
 use super::files::{Checkpoint, weight_files};
-use super::weights::pack::stored;
 use crate::error::{Error, Result};
 use safetensors::{Dtype, tensor::TensorView};
 use std::collections::BTreeMap;

@@ -90,11 +90,11 @@ pub struct Mixture {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DenseLayers {
     Never,
-    /// Those that `decoder_sparse_step` and `mlp_only_layers` choose.
+    /// By `decoder_sparse_step` and `mlp_only_layers`.
     Stepped,
     /// The first `first_k_dense_replace` ones, with this default.
     First(usize),
-    /// Those that are `dense` in `mlp_layer_types`, else the first one.
+    /// The layers with `dense` in `mlp_layer_types`, else the first one.
     Listed,
 }
 

@@ -3,8 +3,8 @@
 //! whole matrix. A weight is code times factor, in f32. They are read, never written.
 
 use super::config_json::Reader;
+use super::decode::stored;
 use super::files::{Checkpoint, Stored};
-use super::weights::pack::stored;
 use crate::error::{Error, Result};
 use safetensors::Dtype;
 use std::sync::LazyLock;

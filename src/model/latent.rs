@@ -110,7 +110,7 @@ impl Latent {
         let LatentSpec { q_rank, kv_rank, plain, rotated, value, is_interleaved } = *latent;
         let name = |part: &str| format!("{name}.{part}");
         let norm_spec = NormSpec { eps: EPS, offset: 0.0 };
-        // Rotated columns are behind the others.
+        // Rotated columns come after the others.
         let order = |tensor: &str, skipped: usize, rows: usize| {
             let heads = HeadRows::new(rotated, rotated, is_interleaved).map(|heads| HeadRows { skipped, ..heads });
             heads.map(|_| FileRows { heads, ..FileRows::own(tensor, rows) })

@@ -34,6 +34,7 @@ mod block;
 mod branch;
 mod config_json;
 mod context;
+mod decode;
 mod delta;
 mod delta_files;
 mod expert_axis;

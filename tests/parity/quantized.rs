@@ -137,7 +137,10 @@ fn damaged_or_otherwise_quantized_matrices_are_rejected_with_their_names() {
 fn other_quantizations_are_rejected_by_the_key_of_config_json() {
     let nf4 = json!({"load_in_4bit": true, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"});
     let cases = [
-        (json!({"quant_method": "gptq"}), "quantization_config.quant_method must be \"bitsandbytes\" (got \"gptq\")"),
+        (
+            json!({"quant_method": "gptq"}),
+            "quantization_config.quant_method must be \"bitsandbytes\" or \"fp8\" (got \"gptq\")",
+        ),
         (json!({"load_in_8bit": true}), "quantization_config.load_in_8bit must be false"),
         (json!({"load_in_4bit": false}), "quantization_config.load_in_4bit must be true"),
         (json!({"load_in_4bit": "yes"}), "quantization_config.load_in_4bit must be true or false, got \"yes\""),

@@ -67,10 +67,13 @@ fn dense() -> Vec<(&'static str, Arch)> {
         shape("qwen3_next", &hybrid_experts()),
         // Latent attention, whose matrices of heads are on one rank each.
         shape("deepseek_v3", &latent()),
-        shape("deepseek_v3", &json!({"q_lora_rank": null, "attention_bias": true, "num_key_value_heads": 8,
+        shape(
+            "deepseek_v3",
+            &json!({"q_lora_rank": null, "attention_bias": true, "num_key_value_heads": 8,
             "kv_lora_rank": 34, "qk_nope_head_dim": 33, "qk_rope_head_dim": 4, "v_head_dim": 35, "n_routed_experts": 5,
             "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-            "first_k_dense_replace": 1})),
+            "first_k_dense_replace": 1}),
+        ),
     ]
 }
 

@@ -7,7 +7,8 @@ use crate::launch::gpu;
 use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
 use crate::model::{
-    Arch, DeltaSpec, ExpertsSpec, Feed, Head, OnDisk, ParamTable, Scoring, SharedName, SharedSpec, Tensors,
+    Arch, AttentionSpec, DeltaSpec, ExpertsSpec, Feed, Head, LatentSpec, OnDisk, ParamTable, Scoring, SharedName,
+    SharedSpec, Tensors,
 };
 use crate::text::Tokenizer;
 use std::path::Path;
@@ -52,13 +53,7 @@ fn of_arch(arch: &Arch) -> Rows {
         ("parameters", parameters(arch)),
         ("head", format!("{head}{tied}; vocabulary {}", grouped(arch.vocabulary as u64))),
         ("width", arch.width.to_string()),
-        (
-            "heads",
-            format!(
-                "{} on {} of keys and values, head dim {}",
-                attention.heads, attention.kv_heads, attention.head_dim
-            ),
-        ),
+        ("heads", heads(attention)),
     ];
     rows.extend(feeds(arch).into_iter().map(|text| ("mlp", text)));
     rows.extend(layers(arch).into_iter().map(|text| ("layers", text)));
@@ -69,6 +64,18 @@ fn of_arch(arch: &Arch) -> Rows {
         rows.push(("soft caps", caps.join(", ")));
     }
     rows
+}
+
+/// The heads of attention.
+fn heads(attention: &AttentionSpec) -> String {
+    let AttentionSpec { heads, kv_heads, head_dim, latent, .. } = attention;
+    let Some(LatentSpec { q_rank, kv_rank, plain, rotated, value, .. }) = latent else {
+        return format!("{heads} on {kv_heads} of keys and values, head dim {head_dim}");
+    };
+    let queries = q_rank.map_or(String::new(), |rank| format!("; queries compressed to {rank}"));
+    format!(
+        "{heads} of {plain} + {rotated} rotated, values of {value}; keys and values compressed to {kv_rank} + {rotated}{queries}"
+    )
 }
 
 /// The number of parameters, and the number that a token uses.

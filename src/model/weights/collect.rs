@@ -5,10 +5,11 @@
 
 use super::Weights;
 use super::moves::without;
-use super::pack::{pack_f32, stored, unpack_rows, widen};
+use super::pack::{pack_f32, unpack_rows, widen};
 use super::partition::Partition;
 use crate::comm::Axes;
 use crate::model::arch::Arch;
+use crate::model::decode::stored;
 use crate::model::params::{ParamId, ParamSpec, ParamTable};
 use crate::model::part::TensorPart;
 use crate::tensor::{DType, Layout, PANEL};

@@ -12,31 +12,6 @@ const TILE: usize = 128;
 /// The elements of a tile.
 const PIECE: usize = TILE * PANEL;
 
-/// Widens little-endian values to f32 exactly.
-///
-/// # Panics
-/// If they are not f32, bf16 or f16.
-fn decode(disk: Dtype, from: &[u8], to: &mut [f32]) {
-    match disk {
-        Dtype::F32 => {
-            for (t, b) in to.iter_mut().zip(from.chunks_exact(4)) {
-                *t = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-            }
-        }
-        Dtype::BF16 => {
-            for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
-                *t = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-            }
-        }
-        Dtype::F16 => {
-            for (t, b) in to.iter_mut().zip(from.chunks_exact(2)) {
-                *t = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
-            }
-        }
-        other => unreachable!("a model's tensors of {other}"),
-    }
-}
-
 /// Converts bf16 to f32 exactly. In panels, two neighboring k interleave.
 pub(super) fn widen(layout: Layout, from: &[u16], to: &mut [f32]) {
     let exact = |x: u16| f32::from_bits(u32::from(x) << 16);
@@ -88,12 +63,6 @@ impl Element for u16 {
 
 /// The source of a whole parameter's values: fills the slice with its row-major elements from an index on.
 pub type Source<'a> = dyn Fn(usize, &mut [f32]) + Sync + 'a;
-
-/// The row-major values of a tensor on disk.
-pub(in crate::model) fn stored(disk: Dtype, bytes: &[u8]) -> impl Fn(usize, &mut [f32]) + Sync {
-    let each = disk.bitsize() / 8;
-    move |start, to| decode(disk, &bytes[start * each..(start + to.len()) * each], to)
-}
 
 /// Fills a flat range, padding included, with the values of `source`. The range is cut at multiples of `FLAT_ALIGN`.
 /// Returns the first parameter with NaN or infinite values.
