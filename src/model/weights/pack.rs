@@ -4,7 +4,6 @@ use crate::dtype::round_bf16;
 use crate::model::params::{ParamId, ParamSpec, ParamTable};
 use crate::tensor::{Layout, PANEL, SliceMut};
 use rayon::prelude::*;
-use safetensors::Dtype;
 use std::ops::Range;
 
 /// The number of columns decoded at a time: a tile of panels fits the L1 cache.
