@@ -23,7 +23,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, Scoring, SharedName, TensorPart};
+use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, Scoring, SharedName, Sinks, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -352,6 +352,9 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     }
     if arch.attention().latent.is_some() {
         return Some("kv_lora_rank");
+    }
+    if arch.attention().sinks != Sinks::None {
+        return Some("model_type = \"gpt_oss\" (sinks of attention, biases of experts)");
     }
     let mixtures = || arch.feeds().filter_map(Feed::experts);
     if mixtures().any(|experts| experts.scoring != Scoring::Softmax) {

@@ -10,6 +10,7 @@ use super::families::{Embedded, Family, Number, Windows};
 use super::family_list::{BIDIRECTIONAL, FURTHER_LAYERS};
 use super::file_rows::HeadRows;
 use super::files;
+use super::mxfp4;
 use super::names::{EMBEDDING, LM_HEAD};
 use super::naming::is_other;
 use super::rope::Rope;
@@ -127,7 +128,8 @@ impl Arch {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
         arch = arch.with_others(dir);
-        arch.has_stacked_experts = arch.family.experts.is_some() && ExpertForm::is_stacked(dir);
+        arch.has_stacked_experts =
+            arch.family.experts.is_some() && arch.expert_form() != ExpertForm::Columns && ExpertForm::is_stacked(dir);
         arch.corrections = Corrections::read(dir, &arch.corrected_layers())?;
         // A job whose rows are longer chooses the other frequencies.
         arch = arch.for_rows(0);
@@ -152,6 +154,12 @@ impl Arch {
                 "{}: the layers after layer {}, which predict further tokens, are not used; exports leave them out",
                 dir.display(),
                 arch.blocks.len() - 1
+            ));
+        }
+        if mxfp4::is_set(&config, arch.family) {
+            warnings.push(format!(
+                "{}: experts in MXFP4 are read as bf16, and exports have them without quantization_config",
+                dir.display()
             ));
         }
         let has_windows = arch.family.windows != Windows::Never;
@@ -283,7 +291,9 @@ impl Arch {
         if c.flag(BIDIRECTIONAL)?.unwrap_or(false) {
             return Err(c.wrong(BIDIRECTIONAL, "must be false: a language model sees earlier tokens only"));
         }
-        bitsandbytes::is_nf4(&config)?;
+        if !mxfp4::is_set(&config, family) {
+            bitsandbytes::is_nf4(&config)?;
+        }
         let width = c.count_needed("hidden_size")?;
         let layers = c.count_needed("num_hidden_layers")?;
         let vocabulary = c.count_needed("vocab_size")?;

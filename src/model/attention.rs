@@ -1,17 +1,17 @@
 //! Attention: y = Wo (attend(rope(norm(Wq n)), rope(norm(Wk n)), Wv n) sigmoid(g)), where g is the gate of each query head
-//! or absent.
+//! or absent. A softmax may have sinks (`ops::sinks`).
 //!
 //! Dims: t tokens, d width, h query heads, g key/value heads, e head dim.
 
 use super::arch::Arch;
-use super::block_spec::AttentionSpec;
+use super::block_spec::{AttentionSpec, Sinks};
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
 use super::file_rows::{FileRows, HeadRows};
 use super::head_norm::HeadNorm;
 use super::kv_copies::KvCopies;
 use super::linear::Linear;
-use super::params::ParamTable;
+use super::params::{ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::Gradients;
 use crate::ops::attention::{self, AttentionShape, Packed};
@@ -19,7 +19,8 @@ use crate::ops::columns;
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
 use crate::ops::rope;
-use crate::tensor::Tensor;
+use crate::ops::sinks;
+use crate::tensor::{Layout, Tensor};
 
 /// One layer's attention: parameters and shape.
 #[derive(Clone, Debug)]
@@ -32,6 +33,8 @@ pub(super) struct Attention {
     k_norm: Option<HeadNorm>,
     /// Whether each head of q has a gate after it.
     has_gate: bool,
+    /// A logit for each query head.
+    sinks: Option<ParamId>,
     /// The index of the rotary table.
     rope: usize,
     /// The heads that this rank holds.
@@ -99,7 +102,12 @@ impl Attention {
         let (q_norm, k_norm) = (norm("q", spec.queries()), norm("k", spec.keys()));
         let o = Linear::declare(table, &format!("{name}.o_proj"), [hidden, spec.queries()], spec.o_bias);
         let has_gate = spec.has_gate;
-        Self { q, k, v, o, q_norm, k_norm, has_gate, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
+        let normal = table.normal();
+        let sinks = match spec.sinks {
+            Sinks::None => None,
+            Sinks::PerHead => Some(table.add(&format!("{name}.sinks"), &[spec.per_head()], Layout::Row, normal)),
+        };
+        Self { q, k, v, o, q_norm, k_norm, has_gate, sinks, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
     }
 }
 
@@ -136,7 +144,7 @@ impl Body for Attention {
         let (q, gate) = if self.has_gate { self.split(&q) } else { (q, None) };
         let (mut q, q_raw) = normed(c, q, self.q_norm.as_ref());
         let (mut k, k_raw) = normed(c, k, self.k_norm.as_ref());
-        let (o, lse) = match keys {
+        let (mut o, mut lse) = match keys {
             LayerKeys::Packed(packed) => {
                 rope::forward(&mut q, &mut k, c.positions, rope_table);
                 attention::round_as_cached(&mut k, c.w.dtype());
@@ -146,12 +154,16 @@ impl Body for Attention {
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
                 attention::kv_append(cache, [&mut q, &mut k], Some(&v), (c.positions, rope_table), paged, shape);
-                attention::forward_paged(&q, cache, paged, shape, &mut o);
-                // Only packed keys have a backward, which asks for k and lse.
-                (o, q.statistics(0, shape.heads))
+                // Only packed keys have a backward, which asks for k and lse. Sinks ask for lse.
+                let mut lse = q.statistics(if self.sinks.is_some() { t } else { 0 }, shape.heads);
+                attention::forward_paged(&q, cache, paged, shape, &mut o, self.sinks.map(|_| &mut lse));
+                (o, lse)
             }
             LayerKeys::State(..) => unreachable!("attention has a cache of keys"),
         };
+        if let Some(id) = self.sinks {
+            sinks::forward(&mut o, &mut lse, c.w.vector(id).f32());
+        }
         let gated = gate.map(|gate| {
             let mut y = o.like(t, o.width());
             glu::forward(Activation::Sigmoid, &gate, &o, &mut y);
@@ -181,6 +193,11 @@ impl Body for Attention {
             glu::backward(Activation::Sigmoid, &gate, &o, &d_y, &mut d_gate, &mut d_o);
             d_gate
         });
+        if let Some(id) = self.sinks.filter(|id| !id.is_frozen) {
+            let mut slopes = vec![0.0; self.shape.heads];
+            sinks::backward([&o, &lse, &d_o], c.w.vector(id).f32(), &mut slopes);
+            grads.add_vector(id, &slopes);
+        }
         let [mut dq, mut dk, mut dv] = c.ring.backward(packed, &self.shape, [&q, &k, &v], [&o, &lse, &d_o]);
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, &c.ropes[self.rope]);

@@ -77,6 +77,14 @@ pub enum QkNorm {
     Whole,
 }
 
+/// Further logits without a value in the softmax of attention (`ops::sinks`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sinks {
+    None,
+    /// One for each query head.
+    PerHead,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionSpec {
     pub heads: usize,
@@ -95,6 +103,7 @@ pub struct AttentionSpec {
     pub qk_norm: QkNorm,
     /// Whether each query head has a gate: its result times sigmoid(gate).
     pub has_gate: bool,
+    pub sinks: Sinks,
     /// The parts of heads, if keys and values are one compressed vector of each token. Then `kv_heads` is 1, and `head_dim`
     /// the width of that vector.
     pub latent: Option<LatentSpec>,
@@ -134,7 +143,7 @@ pub struct DeltaSpec {
     pub taps: usize,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DenseSpec {
     pub width: usize,
     pub activation: Activation,
@@ -155,9 +164,19 @@ pub struct ExpertsSpec {
     pub activation: Activation,
     /// Whether the weights of a token's experts are divided by their sum.
     pub renormalizes: bool,
+    /// Whether the router and the matrices of experts have biases.
+    pub has_biases: bool,
     pub scoring: Scoring,
     /// The expert of all tokens.
     pub shared: Option<SharedSpec>,
+}
+
+impl ExpertsSpec {
+    /// The number of parameters of an expert of a model of `width`.
+    pub fn parameters(&self, width: usize) -> usize {
+        let biases = if self.has_biases { 2 * self.width + width } else { 0 };
+        3 * width * self.width + biases
+    }
 }
 
 /// How the logits of a router become weights of experts (`ops::experts::Rule`).
@@ -187,6 +206,11 @@ impl AttentionSpec {
     /// The cut of all query heads.
     pub fn queries(&self) -> Cut {
         Cut::Heads { queries: self.heads, group: 1, head_dim: self.head_dim }
+    }
+
+    /// The cut of one number for each query head.
+    pub fn per_head(&self) -> Cut {
+        Cut::Heads { queries: self.heads, group: 1, head_dim: 1 }
     }
 
     /// The cut of all query heads, each with its gate.

@@ -40,6 +40,7 @@ impl Blocks {
             qk_norm: qk_norm(c, family)?,
             has_gate: family.is_hybrid,
             latent,
+            sinks: family.sinks,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
         let feeds = feeds::read(c, family, layers)?;

@@ -4,6 +4,7 @@
 //! A row's result does not depend on other rows, and each token adds the results of its experts itself, in
 //! ascending order. So the bits of a forward are those of one rank with all experts.
 
+use super::context::Context;
 use crate::comm::Group;
 use crate::ops::experts::{Groups, Routing};
 use crate::ops::rows;
@@ -26,8 +27,13 @@ pub(super) struct Exchange {
     pub groups: Groups,
 }
 
+/// The experts that this rank has, of a list of all.
+pub(super) fn own<'a, T>(c: Context, all: &'a [T]) -> &'a [T] {
+    &all[part(all.len(), c.expert.rank(), c.expert.size())]
+}
+
 /// The part of `experts` experts that rank `rank` of `ranks` has.
-pub(super) fn part(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
+fn part(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
     let each = experts / ranks;
     rank * each..(rank + 1) * each
 }

@@ -2,7 +2,7 @@
 //! matrices of all experts, as in the memory of transformers 5.
 
 use super::block_spec::ExpertsSpec;
-use super::file_rows::FileRows;
+use super::file_rows::{FileRows, Runs};
 use super::files::has_tensor;
 use std::path::Path;
 
@@ -16,6 +16,9 @@ pub enum ExpertForm {
     EachNumbered,
     /// `mlp.experts.gate_up_proj` (E, 2 f, d) and `mlp.experts.down_proj` (E, d, f), and the router `mlp.gate.weight`.
     Stacked,
+    /// `mlp.experts.gate_up_proj` (E, d, 2 f) with columns of gate and up in turn, `mlp.experts.down_proj` (E, f, d), their
+    /// biases `gate_up_proj_bias` (E, 2 f) and `down_proj_bias` (E, d), and the router `mlp.router`: gpt-oss.
+    Columns,
 }
 
 impl ExpertForm {
@@ -39,8 +42,32 @@ pub(super) struct ExpertFiles<'a> {
 impl ExpertFiles<'_> {
     /// The place of the router; `None`: a tensor of its name.
     pub(super) fn router(self) -> Option<FileRows> {
-        let name = format!("model.layers.{}.block_sparse_moe.gate.weight", self.layer);
-        (self.form == ExpertForm::EachNumbered).then(|| FileRows::own(&name, self.spec.count))
+        let name = match self.form {
+            ExpertForm::Each | ExpertForm::Stacked => return None,
+            ExpertForm::EachNumbered => format!("model.layers.{}.block_sparse_moe.gate.weight", self.layer),
+            ExpertForm::Columns => format!("model.layers.{}.mlp.router.weight", self.layer),
+        };
+        Some(FileRows::own(&name, self.spec.count))
+    }
+
+    /// The place of the bias of `part` of expert `e`.
+    pub(super) fn bias(self, e: usize, part: &str) -> FileRows {
+        let rows = self.columns(e, part);
+        FileRows { tensor: format!("{}_bias", rows.tensor), is_transposed: false, ..rows }
+    }
+
+    /// The place of `part` of expert `e` among the columns of its matrices.
+    fn columns(self, e: usize, part: &str) -> FileRows {
+        let Self { layer, spec: ExpertsSpec { count, width: f, .. }, width: d, .. } = self;
+        let (tensor, first, rows) = match part {
+            "gate" => ("gate_up", 0, 2 * f),
+            "up" => ("gate_up", 1, 2 * f),
+            _ => ("down", 0, d),
+        };
+        let runs = (tensor == "gate_up").then_some(Runs { rows: 1, step: 2 });
+        let name = format!("model.layers.{layer}.mlp.experts.{tensor}_proj");
+        let (first, matrices) = (e * rows + first, Some(*count));
+        FileRows { first, runs, matrices, is_transposed: true, ..FileRows::own(&name, count * rows) }
     }
 
     /// The place of the `part` (gate, up, or down) of expert `e`; `None`: a tensor of its name.
@@ -56,6 +83,7 @@ impl ExpertFiles<'_> {
         };
         match (self.form, part) {
             (ExpertForm::Each, _) => None,
+            (ExpertForm::Columns, _) => Some(self.columns(e, part)),
             (ExpertForm::EachNumbered, "gate") => Some(numbered(1, *f)),
             (ExpertForm::EachNumbered, "up") => Some(numbered(3, *f)),
             (ExpertForm::EachNumbered, _) => Some(numbered(2, d)),

@@ -1,12 +1,14 @@
 //! A mixture of experts: y = sum over the chosen experts e of g_e Wdown_e (act(Wgate_e n) * Wup_e n), plus that of the
-//! expert that all tokens use, if there is one. The ranks of the tensor axis share the inner width of each expert, and those of the expert axis the experts; the router is whole on
+//! expert that all tokens use, if there is one. The router and each matrix may have a bias. The ranks of the tensor axis
+//! share the inner width of each expert, and those of the expert axis the experts; the router is whole on
 //! each rank.
 
 use super::arch::Arch;
 use super::block_spec::{ExpertsSpec, Scoring};
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
-use super::expert_axis::{Exchange, part};
+use super::expert_axis::{Exchange, own};
+use super::expert_biases::Biases;
 use super::expert_files::ExpertFiles;
 use super::names::ROUTER;
 use super::params::{ParamId, ParamTable};
@@ -30,6 +32,7 @@ pub(super) struct Experts {
     down: Vec<ParamId>,
     shared: Option<SharedExpert>,
     rule: Rule,
+    biases: Option<Biases>,
     spec: ExpertsSpec,
 }
 
@@ -56,15 +59,16 @@ impl ExpertsSaved {
 }
 
 impl Experts {
-    /// Declares the router of layer `layer`, and the expert that all tokens use.
+    /// Declares the router of layer `layer`, the expert that all tokens use, and all biases.
     pub(super) fn declare(table: &mut ParamTable, layer: usize, arch: &Arch, spec: &ExpertsSpec) -> Self {
         let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
         let (dims, normal) = ([Cut::Whole(spec.count), Cut::Whole(arch.width)], table.normal());
         let name = format!("model.layers.{layer}{ROUTER}");
         let router = table.add_in(files.router(), &name, &dims, Layout::Panel, normal);
         let shared = SharedExpert::declare(table, &format!("model.layers.{layer}.mlp"), arch.width, spec);
+        let biases = spec.has_biases.then(|| Biases::declare(table, files));
         let (unit, [gate, up, down]) = (0, [(); 3].map(|()| Vec::new()));
-        Self { router, unit, gate, up, down, shared, rule: rule(arch, layer, spec), spec: *spec }
+        Self { router, unit, gate, up, down, shared, biases, rule: rule(arch, layer, spec), spec: *spec }
     }
 
     /// The number of units after that of the layer.
@@ -92,7 +96,8 @@ impl Experts {
     /// Chooses the experts of each row of n.
     fn route(&self, c: Context, n: &Tensor) -> Routing {
         let mut logits = n.statistics(n.rows(), self.spec.count);
-        matmul::forward(n, c.w.operand(self.router, n.rows()), None, &mut logits, Into::Overwrite);
+        let bias = self.biases.as_ref().map(|biases| biases.of_router(c.w));
+        matmul::forward(n, c.w.operand(self.router, n.rows()), bias, &mut logits, Into::Overwrite);
         let routing = Routing::new(logits, self.spec.top_k, self.rule.clone());
         c.routers.note(&routing);
         routing
@@ -105,7 +110,10 @@ impl Experts {
         let rows = exchange.there(routing.gather(n));
         let unit = c.weights.unit(self.unit);
         let [gate, up] = [&self.gate, &self.up].map(|ids| weights(&unit, own(c, ids)));
-        let [gate, up] = exchange.groups.forward_each(&rows, [&gate, &up]);
+        let [mut gate, mut up] = exchange.groups.forward_each(&rows, [&gate, &up]);
+        if let Some(biases) = &self.biases {
+            biases.add_inner(c, &exchange.groups, [&mut gate, &mut up]);
+        }
         let mut act = gate.like(gate.rows(), gate.width());
         glu::forward(self.spec.activation, &gate, &up, &mut act);
         (routing, exchange, [gate, up, act])
@@ -127,7 +135,10 @@ impl Experts {
         keeps: bool,
     ) -> Option<Tensor> {
         let unit = c.weights.unit(self.unit + 1);
-        let [rows] = exchange.groups.forward_each(act, [&weights(&unit, own(c, &self.down))]);
+        let [mut rows] = exchange.groups.forward_each(act, [&weights(&unit, own(c, &self.down))]);
+        if let Some(biases) = &self.biases {
+            biases.add_outer(c, &exchange.groups, &mut rows);
+        }
         let rows = exchange.back(rows);
         let before = keeps.then(|| {
             let apart = x.like(x.rows(), x.width());
@@ -161,6 +172,9 @@ impl Experts {
         grads: &mut Gradients,
     ) {
         let dlogits = c.routers.backward(routing, dweights);
+        if let Some(biases) = &self.biases {
+            biases.backward_router(&dlogits, grads);
+        }
         if !self.router.is_frozen {
             matmul::backward_weight(&dlogits, n, grads.weight_mut(self.router), c.w.dtype());
         }
@@ -178,11 +192,6 @@ fn rule(arch: &Arch, layer: usize, spec: &ExpertsSpec) -> Rule {
             Rule::Sigmoid(SigmoidRule { correction, groups, top_groups, renormalizes, scale })
         }
     }
-}
-
-/// The ids of the experts that this rank has.
-fn own<'a>(c: Context, ids: &'a [ParamId]) -> &'a [ParamId] {
-    &ids[part(ids.len(), c.expert.rank(), c.expert.size())]
 }
 
 fn weights<'a>(w: &'a Unit, ids: &[ParamId]) -> Vec<Weight<'a>> {
@@ -224,8 +233,9 @@ impl Body for Experts {
         groups.backward_input(&drows, &weights(&unit, own(c, &self.down)), &mut dact, false);
         drop(unit);
         let weights_of_rows = exchange.there(routing.row_weights());
-        let slopes = exchange.back(experts::weigh(&mut act, &mut dact, &weights_of_rows));
-        let mut dweights = routing.of_row_weights(&slopes);
+        let mut slopes = experts::weigh(&mut act, &mut dact, &weights_of_rows);
+        let outer = self.biases.as_ref().and_then(|of| of.outer(c, groups, [&drows, &weights_of_rows], &mut slopes));
+        let mut dweights = routing.of_row_weights(&exchange.back(slopes));
         c.tensor.sum_slice(dweights.slice_mut());
         Self::backward_weights(c, &self.down, groups, &drows, &act, grads);
         grads.finish(self.unit + 1);
@@ -245,6 +255,9 @@ impl Body for Experts {
         Self::backward_weights(c, &self.up, groups, &dup, &rows, grads);
         grads.finish(self.unit);
         grads.begin(self.unit - 1);
+        if let Some(biases) = &self.biases {
+            biases.backward(c, groups, [&dgate, &dup], outer, grads);
+        }
         let shared = self.shared.as_ref().zip(shared);
         let shared = shared.and_then(|(of, saved)| Some((of, of.backward(c, &n, saved, dy, &mut dn, grads)?)));
         c.tensor.sum_slice(dn.slice_mut());

@@ -1,6 +1,6 @@
 //! Model families as data: the defaults that their config.json leaves out.
 
-use super::block_spec::{Norms, QkNorm};
+use super::block_spec::{Norms, QkNorm, Sinks};
 use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use crate::ops::glu::Activation;
@@ -80,6 +80,10 @@ pub struct Mixture {
     pub width: Option<usize>,
     /// The default of `norm_topk_prob`, which divides weights by their sum. `None`: they always are.
     pub renormalizes: Option<bool>,
+    /// Whether the router and the matrices of experts have biases.
+    pub has_biases: bool,
+    /// Whether the activation is `Activation::ClampedSilu`, with the keys `swiglu_alpha` and `swiglu_limit`.
+    pub clamps: bool,
     pub scoring: Scoring,
     /// The layers with one MLP instead.
     pub dense: DenseLayers,
@@ -135,6 +139,7 @@ pub struct Family {
     pub is_hybrid: bool,
     /// The latent attention, if layers have it.
     pub latent: Option<Latent>,
+    pub sinks: Sinks,
     /// The mixtures of experts, if layers have one instead of the MLP.
     pub experts: Option<Mixture>,
     pub norms: Norms,

@@ -1,6 +1,6 @@
 //! The list of model families.
 
-use super::block_spec::{Norms, QkNorm};
+use super::block_spec::{Norms, QkNorm, Sinks};
 use super::delta_files::DeltaForm;
 use super::expert_files::ExpertForm;
 use super::families::{Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, Scores, Scoring, Shared, Windows};
@@ -46,11 +46,14 @@ const MIXTURE_KEYS: &[&str] = &[
     "router_aux_loss_coef",
 ];
 
+/// Mixtral's, whose fields are the most common ones.
 const MIXTURE: Mixture = Mixture {
     count: 8,
     top_k: 2,
     width: None,
     renormalizes: None,
+    has_biases: false,
+    clamps: false,
     scoring: Scoring::Softmax,
     dense: DenseLayers::Never,
     shared: None,
@@ -111,6 +114,7 @@ const LLAMA: Family = Family {
     qk_norm: QkNorm::None,
     is_hybrid: false,
     latent: None,
+    sinks: Sinks::None,
     experts: None,
     norms: Norms::PRE,
     files: FileForm::PLAIN,
@@ -181,6 +185,7 @@ const SIGMOIDS: Mixture = Mixture {
     scoring: Scoring::Sigmoid(8, 4, 2.5),
     dense: DenseLayers::First(3),
     shared: Some(Shared::Plain(1)),
+    ..MIXTURE
 };
 
 const DEEPSEEK_V3: Family = Family {
@@ -223,7 +228,7 @@ const QWEN3_5: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-pub(super) static FAMILIES: [Family; 22] = [
+pub(super) static FAMILIES: [Family; 23] = [
     LLAMA,
     MISTRAL,
     Family {
@@ -314,6 +319,36 @@ pub(super) static FAMILIES: [Family; 22] = [
         windows: Windows::AllSwitched(4096),
         kv_heads: Some(4),
         context: 32_768,
+        ..LLAMA
+    },
+    Family {
+        name: "gpt_oss",
+        causal: "GptOssForCausalLM",
+        classifier: "GptOssForSequenceClassification",
+        keys: &[
+            "num_experts",
+            "num_experts_per_tok",
+            "experts_per_token",
+            "num_local_experts",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "swiglu_alpha",
+            "swiglu_limit",
+            // The rope has this number, too.
+            "initial_context_length",
+        ],
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Key("attention_bias", true),
+        mlp_bias: Bias::Never,
+        sinks: Sinks::PerHead,
+        experts: Some(Mixture { count: 128, top_k: 4, has_biases: true, clamps: true, ..MIXTURE }),
+        files: FileForm { experts: ExpertForm::Columns, ..FileForm::PLAIN },
+        norm_eps: 1e-5,
+        windows: Windows::Periodic(128, 2),
+        rope: RopeDefaults { theta: 150_000.0, yarn: Some((32.0, 4096.0)), ..RopeDefaults::PLAIN },
+        head_dim: Some(64),
+        kv_heads: Some(8),
+        context: 131_072,
         ..LLAMA
     },
     Family {

@@ -42,9 +42,15 @@ fn experts(c: &Reader, mixture: &Mixture, activation: Activation) -> Result<Expe
         Some(default) => c.flag("norm_topk_prob")?.unwrap_or(default),
         None => true,
     };
+    // The name of the same number in the files of gpt-oss.
+    if let Some(other) = c.count("experts_per_token")?.filter(|other| *other != top_k) {
+        return Err(c.wrong("experts_per_token", &format!("must be num_experts_per_tok, {top_k} (got {other})")));
+    }
+    let activation = if mixture.clamps { clamped(c, activation)? } else { activation };
     let scoring = scoring(c, mixture.scoring, count, top_k)?;
     let shared = shared(c, mixture, width)?;
-    Ok(ExpertsSpec { count, top_k, width, activation, renormalizes, scoring, shared })
+    let has_biases = mixture.has_biases;
+    Ok(ExpertsSpec { count, top_k, width, activation, renormalizes, has_biases, scoring, shared })
 }
 
 /// How the router of a mixture of `count` experts weighs the `top_k` of a token.
@@ -82,6 +88,18 @@ fn shared(c: &Reader, mixture: &Mixture, width: usize) -> Result<Option<SharedSp
         Some(Shared::Plain(default)) => (SharedName::Plain, c.count("n_shared_experts")?.unwrap_or(default) * width),
     };
     Ok(Some(SharedSpec { name, width }))
+}
+
+/// The activation of experts that limit gate and up.
+fn clamped(c: &Reader, activation: Activation) -> Result<Activation> {
+    if activation != Activation::Silu {
+        return Err(c.wrong("hidden_act", &format!("must be \"silu\" (got \"{}\")", activation.name())));
+    }
+    let number = |key: &str, default: f64| match c.number(key)?.unwrap_or(default) {
+        x if x > 0.0 => Ok(x as f32),
+        x => Err(c.wrong(key, &format!("must be above 0 (got {x})"))),
+    };
+    Ok(Activation::ClampedSilu { alpha: number("swiglu_alpha", 1.702)?, limit: number("swiglu_limit", 7.0)? })
 }
 
 /// Whether each layer has an MLP instead of a mixture.

@@ -10,6 +10,8 @@ pub struct FileRows {
     pub of: usize,
     /// The number of matrices in the tensor, if it has three dims: all rows of one matrix, then those of the next.
     pub matrices: Option<usize>,
+    /// Whether each matrix is transposed in the tensor. Rows are those of the matrices before that.
+    pub is_transposed: bool,
     /// The order of the columns of heads, which are the rows here, if it is another one.
     pub heads: Option<HeadRows>,
     /// The distances of its rows, if those of other parameters are between them.
@@ -79,12 +81,35 @@ impl HeadRows {
 impl FileRows {
     /// A tensor of its own, of `rows` rows.
     pub fn own(name: &str, rows: usize) -> Self {
-        Self { tensor: name.to_owned(), first: 0, of: rows, matrices: None, heads: None, runs: None }
+        let tensor = name.to_owned();
+        Self { tensor, first: 0, of: rows, matrices: None, is_transposed: false, heads: None, runs: None }
     }
 
-    /// Whether the rows are not neighbors in the order of the parameter.
+    /// Whether the values are not neighbors in the order of the parameter.
     pub fn is_scattered(&self) -> bool {
-        self.heads.is_some() || self.runs.is_some()
+        self.heads.is_some() || self.runs.is_some() || self.is_transposed
+    }
+
+    /// The number of rows of each matrix of the tensor.
+    pub fn matrix_rows(&self) -> usize {
+        self.of / self.matrices.unwrap_or(1)
+    }
+
+    /// The place in the matrix of the tensor that has the first row.
+    #[must_use]
+    pub fn in_matrix(&self) -> Self {
+        let of = self.matrix_rows();
+        Self { first: self.first % of, of, matrices: self.matrices.map(|_| 1), ..self.clone() }
+    }
+
+    /// The index in the tensor of element `element` of the parameter, in rows of `width` values.
+    fn index(&self, width: usize, element: usize) -> usize {
+        let (row, column) = (self.in_file(element / width), element % width);
+        if !self.is_transposed {
+            return row * width + column;
+        }
+        let rows = self.matrix_rows();
+        (row / rows * width + column) * rows + row % rows
     }
 
     /// The row of the tensor that row `row` of the parameter is.
@@ -99,6 +124,9 @@ impl FileRows {
         if !self.is_scattered() {
             return read(self.first * width + start, out);
         }
+        if self.is_transposed {
+            return (start..).zip(out).for_each(|(at, x)| read(self.index(width, at), std::slice::from_mut(x)));
+        }
         let (mut at, mut rest) = (start, out);
         while !rest.is_empty() {
             let (row, column) = (at / width, at % width);
@@ -111,6 +139,9 @@ impl FileRows {
 
     /// Writes rows of the parameter of `width` values, from row `first` on, to their places in the tensor.
     pub fn write(&self, width: usize, first: usize, rows: &[f32], tensor: &mut [f32]) {
+        if self.is_transposed {
+            return (first * width..).zip(rows).for_each(|(at, x)| tensor[self.index(width, at)] = *x);
+        }
         for (row, values) in rows.chunks_exact(width).enumerate() {
             tensor[self.in_file(first + row) * width..][..width].copy_from_slice(values);
         }
@@ -120,10 +151,13 @@ impl FileRows {
     pub fn span(&self, rows: std::ops::Range<usize>) -> std::ops::Range<usize> {
         let e = self.heads.map_or(1, HeadRows::unit);
         let (start, end) = (rows.start / e * e, rows.end.next_multiple_of(e));
-        match self.runs {
+        let span = match self.runs {
             Some(runs) if start < end => self.first + runs.in_file(start)..self.first + runs.in_file(end - 1) + 1,
             _ => self.first + start..self.first + end,
-        }
+        };
+        // Rows of a transposed matrix are all over it.
+        let rows = if self.is_transposed { self.matrix_rows() } else { 1 };
+        span.start / rows * rows..span.end.next_multiple_of(rows)
     }
 }
 
@@ -191,5 +225,33 @@ mod tests {
         two.read(2, 3, &mut out, &read);
         assert_eq!(out, [5.0, 8.0, 9.0, 10.0], "the end of row 2, row 4, the beginning of row 5");
         assert_eq!((two.span(1..4), two.span(0..6), one.span(1..2)), (2..6, 1..9, 3..4));
+    }
+
+    #[test]
+    fn every_element_of_transposed_matrices_with_rows_in_turn_has_one_place() {
+        // Two matrices of three gates and three ups of five columns, in turn.
+        let place = |matrix: usize, turn: usize| FileRows {
+            first: 6 * matrix + turn,
+            matrices: Some(2),
+            is_transposed: true,
+            runs: Some(Runs { rows: 1, step: 2 }),
+            ..FileRows::own("both", 12)
+        };
+        let mut tensor = vec![f32::NAN; 60];
+        for (matrix, turn) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let rows = place(matrix, turn);
+            let at = |row: usize, column: usize| (matrix * 30 + column * 6 + 2 * row + turn) as f32;
+            let mut out = [0.0; 4];
+            rows.read(5, 8, &mut out, &|start, out: &mut [f32]| out[0] = start as f32);
+            assert_eq!(out, [at(1, 3), at(1, 4), at(2, 0), at(2, 1)]);
+            let all: Vec<f32> = (0..15).map(|i| at(i / 5, i % 5)).collect();
+            rows.write(5, 0, &all[..5], &mut tensor);
+            rows.write(5, 1, &all[5..], &mut tensor);
+            let mut own = vec![0.0; 30];
+            rows.in_matrix().write(5, 0, &all, &mut own);
+            assert_eq!(own[turn], at(0, 0), "its matrix alone");
+            assert_eq!(rows.span(1..2), 6 * matrix..6 * matrix + 6);
+        }
+        assert_eq!(tensor, (0..60).map(|x| x as f32).collect::<Vec<_>>());
     }
 }

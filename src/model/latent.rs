@@ -243,7 +243,7 @@ impl Body for Latent {
             LayerKeys::Paged(cache, paged) => {
                 let mut o = q.like(t, q.width());
                 attention::kv_append(cache, [&mut q, &mut k], None, (c.positions, &c.ropes[self.rope]), paged, shape);
-                attention::forward_paged(&q, cache, paged, shape, &mut o);
+                attention::forward_paged(&q, cache, paged, shape, &mut o, None);
                 // Only packed keys have a backward, which asks for lse.
                 (o, q.statistics(0, shape.heads))
             }

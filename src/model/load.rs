@@ -10,6 +10,7 @@ use super::file_rows::FileRows;
 use super::files::{Checkpoint, Stored, listed};
 use super::fp8::{self, Fp8};
 use super::init;
+use super::mxfp4::{self, Mxfp4};
 use super::names::LM_HEAD;
 use super::params::{ParamSpec, ParamTable, tensors};
 use super::part::{Cut, TensorPart};
@@ -255,7 +256,10 @@ impl Source {
 
     /// Whether weights of `dtype` differ from the values in the files or from the new head.
     pub fn is_rounded(&self, dtype: DType) -> bool {
-        let is_finer = |spec: &ParamSpec| self.stored(spec.file_name()).is_none_or(|t| t.dtype != Dtype::BF16);
+        let is_finer = |spec: &ParamSpec| match self.stored(spec.file_name()) {
+            Some(stored) => stored.dtype != Dtype::BF16,
+            None => self.mxfp4(spec.file_name()).is_none(),
+        };
         dtype == DType::Bf16 && self.table.specs().iter().any(is_finer)
     }
 
@@ -275,8 +279,7 @@ impl Source {
         let whole = if let Some(checked) = self.quantized.get(name) {
             if file.is_scattered() {
                 let family = self.arch.family.name;
-                let message =
-                    format!("matrices in nf4 cannot be read for {family}, whose heads are reordered ({name})");
+                let message = format!("matrices in nf4 cannot be read for {family}, whose rows are reordered ({name})");
                 return Err(Error::data(message).hint("use the unquantized model with model.quantize = \"nf4\""));
             }
             for rows in &mut rows {
@@ -284,11 +287,12 @@ impl Source {
             }
             checked.matrix(&self.checkpoint, name)
         } else {
-            let tensor = self.checkpoint.get(name).expect("`check` found every parameter");
-            let in_file = file.span(0..n);
-            tensor.will_need(in_file.start * k..in_file.end * k);
+            if let Some(tensor) = self.checkpoint.get(name) {
+                let in_file = file.span(0..n);
+                tensor.will_need(in_file.start * k..in_file.end * k);
+            }
             Nf4::quantize(n, k, &*self.values(&spec.name).expect("it is there"))
-                .ok_or_else(|| not_finite(tensor.path, name))?
+                .ok_or_else(|| self.not_finite(name))?
                 .double_quantized()
         };
         self.checkpoint.release();
@@ -328,12 +332,7 @@ impl Source {
     pub fn read(&self, name: &str, start: usize, out: &mut [f32]) -> Result<()> {
         self.values(name).expect("the files have the parameter")(start, out);
         self.checkpoint.release();
-        if out.iter().all(|x| x.is_finite()) {
-            Ok(())
-        } else {
-            let tensor = self.file_rows(name).tensor;
-            Err(not_finite(self.stored(&tensor).expect("it is there").path, &tensor))
-        }
+        if out.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(self.not_finite(&self.file_rows(name).tensor)) }
     }
 
     /// The place of a parameter in the files. Adapters are not in the table of the whole model; the rows of a B are
@@ -355,10 +354,23 @@ impl Source {
         self.adapter.as_ref().and_then(|adapter| adapter.get(name)).or_else(|| self.checkpoint.get(name))
     }
 
+    /// The experts of a tensor in MXFP4.
+    fn mxfp4(&self, name: &str) -> Option<Mxfp4<'_>> {
+        Mxfp4::find(&self.checkpoint, name)
+    }
+
     /// Fills slices with row-major values of a parameter in the files. `check` found them in a known format.
     fn values(&self, name: &str) -> Option<Box<pack::Source<'_>>> {
         let file = self.file_rows(name);
-        let tensor = self.stored(&file.tensor)?;
+        let spec = self.table.find(name).map(|id| self.table.spec(id));
+        let Some(tensor) = self.stored(&file.tensor) else {
+            let (codes, width) = (self.mxfp4(&file.tensor)?, spec?.file_width());
+            // Unlike other matrices of the family, they are not transposed.
+            let file = FileRows { is_transposed: false, ..file };
+            return Some(Box::new(move |start, to: &mut [f32]| {
+                file.read(width, start, to, &|start, to| codes.read(start, to));
+            }));
+        };
         if let Some(matrix) = Fp8::open(&self.checkpoint, &file.tensor).expect("`check` found its factors") {
             let columns = tensor.shape[1];
             return Some(Box::new(move |start, to: &mut [f32]| {
@@ -366,7 +378,8 @@ impl Source {
             }));
         }
         if tensor.dtype != Dtype::U8 {
-            let width = tensor.shape[1..].last().copied().unwrap_or(1);
+            let of_tensor = || tensor.shape[1..].last().copied().unwrap_or(1);
+            let width = spec.map_or_else(of_tensor, ParamSpec::file_width);
             let read = stored(tensor.dtype, tensor.bytes);
             return Some(Box::new(move |start, to: &mut [f32]| file.read(width, start, to, &read)));
         }
@@ -384,14 +397,22 @@ impl Source {
         // Else the file contents would stay in memory together with the weights.
         self.checkpoint.release();
         let Some(id) = damaged else { return Ok(()) };
-        let name = self.table.spec(id).file_name();
-        Err(not_finite(self.stored(name).expect("new values are finite").path, name))
+        Err(self.not_finite(self.table.spec(id).file_name()))
+    }
+
+    /// The error for a tensor of the files.
+    fn not_finite(&self, name: &str) -> Error {
+        let path = self.stored(name).map(|stored| stored.path).or_else(|| Some(self.mxfp4(name)?.path()));
+        let path = path.expect("new values are finite").display();
+        Error::data(format!("{path}: tensor {name} contains NaN or infinite values"))
+            .hint("use another model: this one is damaged, or its training diverged")
     }
 }
 
-fn not_finite(path: &Path, name: &str) -> Error {
-    Error::data(format!("{}: tensor {name} contains NaN or infinite values", path.display()))
-        .hint("use another model: this one is damaged, or its training diverged")
+fn wrong_shape(stored: &Stored, name: &str, shape: &[usize], needed: &[usize]) -> Error {
+    let path = stored.path.display();
+    Error::data(format!("{path}: tensor {name} has shape {shape:?}, but config.json needs {needed:?}"))
+        .hint("use the config.json that belongs to these weights")
 }
 
 /// Compares names, shapes and types in the files with the table of the whole model, before anything is allocated. Only a
@@ -411,6 +432,9 @@ fn check(
     for spec in tensors(table.specs()).map(|parts| &parts[0]) {
         let name = spec.file_name();
         let Some(stored) = checkpoint.get(name) else {
+            if Mxfp4::check(checkpoint, &spec.file_rows(), spec.file_width())? {
+                continue;
+            }
             if table.head() != Head::Value || !is_new(spec) {
                 missing.push(name);
             }
@@ -419,11 +443,7 @@ fn check(
         let (path, dtype, full) = (stored.path.display(), stored.dtype, spec.file_shape());
         if let Some(found) = Quantized::check(checkpoint, name)? {
             if found.shape[..] != full[..] {
-                return Err(Error::data(format!(
-                    "{path}: tensor {name} has shape {:?}, but config.json needs {full:?}",
-                    found.shape
-                ))
-                .hint("use the config.json that belongs to these weights"));
+                return Err(wrong_shape(&stored, name, &found.shape, &full));
             }
             quantized.insert(name.to_owned(), found);
             continue;
@@ -436,11 +456,7 @@ fn check(
         let is_vocabulary = matches!(spec.cuts[0], Cut::Vocabulary(_));
         let fits = |rows: usize| stored.shape.first() == Some(&rows) && stored.shape[1..] == full[1..];
         if stored.shape != full && !(is_vocabulary && arch.padded_from.is_some_and(fits)) {
-            return Err(Error::data(format!(
-                "{path}: tensor {name} has shape {:?}, but config.json needs {:?}",
-                stored.shape, full
-            ))
-            .hint("use the config.json that belongs to these weights"));
+            return Err(wrong_shape(&stored, name, stored.shape, &full));
         }
     }
     // What other heads need, and what older checkpoints store although it follows from config.json.
@@ -454,6 +470,7 @@ fn check(
             || fp8::matrix_of(name).is_some_and(|matrix| of_table.contains(&*matrix))
             || arch.is_further(name)
             || arch.is_other(name)
+            || mxfp4::matrix_of(name).is_some_and(|of| of_table.contains(of) && checkpoint.get(of).is_none())
             || (shares && name == LM_HEAD)
     };
     let unknown: Vec<&str> = checkpoint.names().filter(|name| !known(name)).collect();

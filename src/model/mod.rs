@@ -38,6 +38,7 @@ mod decode;
 mod delta;
 mod delta_files;
 mod expert_axis;
+mod expert_biases;
 mod expert_files;
 mod experts;
 mod feed_forward;
@@ -56,6 +57,7 @@ mod layers;
 mod linear;
 mod mixer;
 mod mlp;
+mod mxfp4;
 mod names;
 mod norm;
 mod on_disk;
@@ -73,7 +75,7 @@ pub use adapter_norms::AdapterNorms;
 pub use arch::{Arch, Head};
 pub use block_spec::{
     AttentionSpec, BlockSpec, DeltaSpec, DenseSpec, ExpertsSpec, Feed, LatentSpec, Mixer, NormSpec, Norms, QkNorm,
-    Scoring, SharedName, SharedSpec,
+    Scoring, SharedName, SharedSpec, Sinks,
 };
 pub use config_json::unapplied_sampling;
 pub use files::{other_kind, weight_files};

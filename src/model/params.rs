@@ -122,6 +122,9 @@ impl ParamSpec {
             if let Some(matrices) = file.matrices {
                 shape.splice(0..1, [matrices, file.of / matrices]);
             }
+            if file.is_transposed {
+                shape.swap(1, 2);
+            }
         }
         shape
     }

@@ -74,10 +74,14 @@ pub struct RopeDefaults {
     pub longrope: Option<f64>,
     /// Whether `llama_4_scaling_beta` scales queries.
     pub scales_queries: bool,
+    /// The factor and the original length of a yarn that is not truncated, if files without parameters of the rope mean
+    /// that (gpt-oss).
+    pub yarn: Option<(f64, f64)>,
 }
 
 impl RopeDefaults {
-    pub const PLAIN: Self = Self { theta: THETA, by_layer: None, partial: None, longrope: None, scales_queries: false };
+    pub const PLAIN: Self =
+        Self { theta: THETA, by_layer: None, partial: None, longrope: None, scales_queries: false, yarn: None };
 }
 
 impl Rope {
@@ -158,8 +162,12 @@ impl Rope {
             "su" | "yarn" if family.longrope.is_some() => "longrope".to_owned(),
             kind => kind.to_owned(),
         };
+        let is_silent = parameters.is_none() && config.get("rope_parameters").is_none();
         let scaling = match kind.as_str() {
-            "default" => Scaling::None,
+            "default" => match family.yarn.filter(|_| is_silent) {
+                Some((factor, original)) => yarn(&empty, factor, original, false)?,
+                None => Scaling::None,
+            },
             "linear" => Scaling::Linear { factor: factor()? },
             // Dynamic NTK scaling changes nothing within the context, and longer rows are rejected.
             "dynamic" if original.is_none_or(|o| o >= context) => Scaling::None,
@@ -170,6 +178,7 @@ impl Rope {
                     p,
                     if p.has("factor") && p.get("factor").is_none() { context / original } else { factor()? },
                     original,
+                    true,
                 )?
             }
             "longrope" if family.longrope.is_some() => longrope(p, context, original.unwrap_or(context))?,
@@ -337,7 +346,7 @@ fn longrope(p: &Reader, context: f64, original: f64) -> Result<Scaling> {
     })
 }
 
-fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {
+fn yarn(p: &Reader, factor: f64, original: f64, truncate: bool) -> Result<Scaling> {
     let temperature = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
     let attention_factor = match (above_zero(p, "attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?)
     {
@@ -356,7 +365,7 @@ fn yarn(p: &Reader, factor: f64, original: f64) -> Result<Scaling> {
         slow: turns("beta_slow", 1.0)?,
         original,
         attention_factor,
-        truncate: p.flag("truncate")?.unwrap_or(true),
+        truncate: p.flag("truncate")?.unwrap_or(truncate),
         of_scores: p.number("mscale_all_dim")?.filter(|all| *all != 0.0).map_or(1.0, temperature),
     })
 }

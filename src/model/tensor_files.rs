@@ -43,10 +43,12 @@ pub(super) struct TensorFiles {
     pub(super) others: Option<Checkpoint>,
     /// Numbers of routers, which the last file of the table has, too.
     pub(super) corrections: Corrections,
-    /// Whether each parameter is in a tensor whose rows have another order in the files, and that is written as a whole.
+    /// Whether each parameter is in a tensor whose values have another order in the files. Each matrix of it is written as
+    /// a whole.
     holds: Vec<bool>,
-    /// The values so far of such a tensor.
+    /// The values so far of such a matrix, and their number.
     held: Vec<f32>,
+    placed: usize,
 }
 
 /// The names in an export.
@@ -108,6 +110,7 @@ impl TensorFiles {
             corrections: Corrections::default(),
             holds,
             held: Vec::new(),
+            placed: 0,
         }
     }
 
@@ -168,17 +171,18 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// Puts the next rows of the current parameter in the order of its tensor, which is written once it is whole.
+    /// Puts the next rows of the current parameter in the order of their matrix of the tensor, which is written once it is
+    /// whole.
     fn hold(&mut self, rows: &[f32]) -> Result<()> {
-        let table = self.table.clone();
-        let (spec, next) = (&table.specs()[self.next], table.specs().get(self.next + 1));
-        let (file, width) = (spec.file_rows(), spec.file_width());
+        let spec = &self.table.specs()[self.next];
+        let (file, width) = (spec.file_rows().in_matrix(), spec.file_width());
         self.held.resize(file.of * width, 0.0);
         file.write(width, self.written / width, rows, &mut self.held);
-        let is_last = next.is_none_or(|next| next.file_name() != spec.file_name());
-        if !is_last || self.written + rows.len() < spec.elements() {
+        self.placed += rows.len();
+        if self.placed < self.held.len() {
             return self.piece(rows.len(), &[]);
         }
+        self.placed = 0;
         let (held, mut bits) = (std::mem::take(&mut self.held), std::mem::take(&mut self.staging.bits));
         self.piece(rows.len(), in_dtype(&held, self.dtype, &mut bits))?;
         self.staging.bits = bits;

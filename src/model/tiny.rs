@@ -46,6 +46,12 @@ const KEYS: &[(&str, &str)] = &[
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
             "llama_4_scaling_beta": 0.1}}"#,
     ),
+    (
+        "gpt_oss",
+        r#"{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48, "swiglu_limit": 7.0,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": false, "original_max_position_embeddings": 128}}"#,
+    ),
     ("mixtral", r#"{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}"#),
     (
         "qwen3_moe",
@@ -241,7 +247,9 @@ impl Shares {
         let limited = |value: &Value, most: usize| value.as_u64().map(|n| n.min(most as u64)).into();
         for (key, value) in config {
             match (key.as_str(), &mut *value) {
-                ("original_max_position_embeddings" | "sliding_window", _) => *value = share(value, self.context, 2),
+                ("original_max_position_embeddings" | "initial_context_length" | "sliding_window", _) => {
+                    *value = share(value, self.context, 2);
+                }
                 ("max_window_layers" | "first_k_dense_replace", _) => *value = share(value, self.layers, 0),
                 ("intermediate_size", _) => *value = limited(value, MLP_WIDTH),
                 ("moe_intermediate_size" | "shared_expert_intermediate_size", _) => {
@@ -250,7 +258,7 @@ impl Shares {
                 // Two experts in a group.
                 ("n_group" | "topk_group", _) => *value = limited(value, EXPERTS / 2),
                 ("n_routed_experts" | "num_experts" | "num_local_experts", _) => *value = limited(value, EXPERTS),
-                ("num_experts_per_tok", _) => *value = limited(value, EXPERTS_PER_TOKEN),
+                ("num_experts_per_tok" | "experts_per_token", _) => *value = limited(value, EXPERTS_PER_TOKEN),
                 ("mlp_only_layers", Value::Array(list)) => {
                     list.retain(|layer| layer.as_u64().is_some_and(|layer| layer < self.layers.0 as u64));
                 }

@@ -55,7 +55,7 @@ const UNSUPPORTED: [(&[&str], &str); 14] = [
     ),
     (&["kimilinear"], "it has layers of linear attention (Kimi Delta Attention)"),
     (
-        &["ernie45moe", "gptoss", "granitemoe", "minimax", "minimaxm2", "olmoe", "phimoe", "qwen2moe"],
+        &["ernie45moe", "granitemoe", "minimax", "minimaxm2", "olmoe", "phimoe", "qwen2moe"],
         "it has mixtures of experts",
     ),
     (&["lfm2", "lfm2moe"], "it has layers of short convolutions"),

@@ -315,11 +315,21 @@ pub fn kv_append(
 }
 
 /// Attention of new rows q (t, h*e) over the cache, which already contains the new rows' keys and values. Prefill,
-/// chunked prefill and decode use one kernel.
-pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &AttentionShape, o: &mut Tensor) {
+/// chunked prefill and decode use one kernel. On a CPU, lse (t, h) may be asked for, as in `forward_packed`.
+pub fn forward_paged(
+    q: &Tensor,
+    cache: &KvLayer,
+    paged: &Paged,
+    shape: &AttentionShape,
+    o: &mut Tensor,
+    lse: Option<&mut Tensor>,
+) {
     let rows = check_sequences(cache, paged, shape);
     check("q", q, rows, shape.heads * shape.head_dim);
     check("o", o, rows, shape.heads * shape.head_dim);
+    if let Some(lse) = &lse {
+        check("lse", lse, rows, shape.heads);
+    }
     if null::is_active() {
         paged.note(shape, cache.dtype().bytes());
     }
@@ -329,9 +339,11 @@ pub fn forward_paged(q: &Tensor, cache: &KvLayer, paged: &Paged, shape: &Attenti
                 Slice::Bf16(values) => Cached::Bf16(values),
                 values => Cached::F32(values.f32()),
             });
-            cpu::attention::forward_paged(q.data(), cached, paged.sequences(), shape, o.data_mut());
+            let lse = lse.map(Tensor::data_mut);
+            cpu::attention::forward_paged(q.data(), cached, paged.sequences(), shape, o.data_mut(), lse);
         }
         KvLayer::Cuda(pages) => {
+            assert!(lse.is_none(), "attention: no kernel over pages has lse");
             cuda::paged_attention::forward(q.cuda(), pages, &paged.cuda(shape), o.cuda_mut());
         }
     }

@@ -273,6 +273,28 @@ impl Groups {
         cpu::grouped::backward_weight(dy.data(), x.data(), &self.ends, [n, k], &mut dw, dtype == DType::Bf16);
     }
 
+    /// y (s, n) += b_e for the rows of each expert, with a bias b_e (n) for each. No GPU kernel supports it.
+    pub fn add_bias(&self, bias: &[&[f32]], y: &mut Tensor) {
+        check("experts::add_bias", "y", y, self.row_count(), bias[0].len());
+        cpu::experts::add_bias(bias, &self.ends, y.data_mut());
+    }
+
+    /// slopes (s, 1) += dy[i].b_e for the rows of each expert, the gradient of a row's weight by its bias, with dy (s, n).
+    pub fn add_bias_slopes(&self, bias: &[&[f32]], dy: &Tensor, slopes: &mut Tensor) {
+        check("experts::add_bias_slopes", "dy", dy, self.row_count(), bias[0].len());
+        check("experts::add_bias_slopes", "slopes", slopes, self.row_count(), 1);
+        cpu::experts::add_bias_slopes(bias, &self.ends, dy.data(), slopes.data_mut());
+    }
+
+    /// The gradients of biases (E, n): the sum of w_i dy[i] over the rows of each expert, ascending, with dy (s, n) and the
+    /// weights w (s, 1), or without weights.
+    pub fn bias_gradients(&self, dy: &Tensor, weights: Option<&Tensor>) -> Tensor {
+        check("experts::bias_gradients", "dy", dy, self.row_count(), dy.width());
+        let mut sums = dy.statistics(self.ends.len() - 1, dy.width());
+        cpu::experts::bias_gradients(dy.data(), &self.ends, weights.map(Tensor::data), sums.data_mut());
+        sums
+    }
+
     /// Counts the products of all rows with their matrices for a plan.
     fn note(&self, w: &[Weight]) {
         let (n, k) = (w[0].n, w[0].k);

@@ -30,6 +30,7 @@ pub mod row_gate;
 pub mod rows;
 pub mod sample;
 pub mod scale;
+pub mod sinks;
 pub mod softcap;
 pub mod value_head;
 pub mod zigzag;

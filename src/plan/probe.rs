@@ -364,7 +364,7 @@ impl<'a> Bench<'a> {
         let (shape, width) = (layer.shape(TensorPart::whole()), layer.q_width());
         let (q, mut o) = (filled(batch, width), Tensor::zeros(batch, width));
         let paged = sequences.as_slice().into();
-        let mut attend = |layer| attention::forward_paged(&q, layer, &paged, &shape, &mut o);
+        let mut attend = |layer| attention::forward_paged(&q, layer, &paged, &shape, &mut o, None);
         let keys: Vec<&attention::KvLayer> = cache.iter().filter_map(LayerCache::keys).collect();
         let seconds = median(keys.iter().map(|layer| seconds(|| attend(layer))));
         let attention = Timed { seconds, ..timed(null::ATTENTION, || attend(keys[0])) };

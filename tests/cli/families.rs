@@ -80,7 +80,7 @@ fn a_model_like_another_one_has_its_shape_or_its_kinds_of_layers_in_small_sizes(
 }
 
 /// A golden model, and lines of `info` about it.
-const KNOWN: [(&str, &[&str]); 6] = [
+const KNOWN: [(&str, &[&str]); 7] = [
     (
         "gemma3-old",
         &[
@@ -109,6 +109,15 @@ const KNOWN: [(&str, &[&str]); 6] = [
             "           2 with the gated delta rule, 6 states of 7 x 5 on 3 key heads, convolutions of 4 tokens",
             "weights    78 tensors, 59.0 KiB in F16; 1 file",
             "not used   2 tensors, 66 bytes, of layers that predict further tokens; copied to exports",
+        ],
+    ),
+    (
+        "gpt_oss",
+        &[
+            "heads      4 on 2 of keys and values, head dim 8, with sinks",
+            "mlp        8 experts with biases of width 13 (silu with alpha 1.702, within 1.5); 3 for each token, weights sum to 1",
+            "layers     2 with a window of 9 tokens, rope with theta 300, yarn by 8 from 16 tokens",
+            "           1 with all earlier tokens, rope with theta 300, yarn by 8 from 16 tokens",
         ],
     ),
     ("gemma2", &["soft caps  attention scores at 1.5, logits at 2.5", "ends with  2"]),
@@ -146,6 +155,7 @@ fn info_prints_the_facts_about_a_model() {
     for (name, words) in [
         ("gemma2", "attn_logit_softcapping has no GPU kernel"),
         ("ministral3", "llama_4_scaling_beta has no GPU kernel"),
+        ("gpt_oss", "(sinks of attention, biases of experts) has no GPU kernel"),
         ("mixtral", "the number of experts must be a multiple of 8"),
         ("glm4_moe", "e_score_correction_bias has no GPU kernel"),
         ("qwen3_moe", "all of it runs on GPUs, with mesh.tensor = 1, 2"),

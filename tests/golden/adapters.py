@@ -50,6 +50,8 @@ SETTINGS = {
                        rank_pattern={"in_proj_qkvz": 3, "in_proj_ba": 2}),
     "qwen3_5_moe_text": dict(target_modules=[*ATTENTION, "in_proj_qkv", "in_proj_b", "out_proj", "gate_proj",
                                              "up_proj", "down_proj"], lora_alpha=5),
+    # With "all-linear", PEFT also adapts the tensors of all experts.
+    "gpt_oss": dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], alpha_pattern={"v_proj": 9}),
 }
 
 

@@ -9,6 +9,7 @@ well-known model families. `with` are chats whose template has more variables: t
   im       Qwen: no begin token, namespaces, earlier thoughts taken out
   inst     Mistral: strict alternation, errors raised by the template
   calls    Qwen: tools, calls of them and their results, enable_thinking
+  harmony  gpt-oss: channels, thoughts dropped from the past, functions as types, two ends of turns
   lines    blocks on their own lines: trim_blocks, lstrip_blocks, and Python's manners
 """
 
@@ -49,8 +50,8 @@ def main():
     for template_name, template in GOLDEN["templates"].items():
         fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=template["bos"], eos_token=template["eos"],
                                        chat_template=template["text"])
-        told = GOLDEN["with"] if template_name == "calls" else []
-        for names in [{"chat": chat} for chat in GOLDEN["chats"] if chat != "calls" or told] + told:
+        told = GOLDEN["with"] if template_name in ("calls", "harmony") else []
+        for names in [{"chat": chat} for chat in GOLDEN["chats"] if chat not in ("calls", "channels") or told] + told:
             names, chat = {"template": template_name, **names}, GOLDEN["chats"][names["chat"]]
             cases += [case(fast, names, chat, add_generation_prompt) for add_generation_prompt in (False, True)]
     golden = {**GOLDEN, "transformers": transformers.__version__, "cases": cases}

@@ -62,6 +62,8 @@ def randomise(model, generator, embed):
             p.data = p.data + 0.2 * noise
         elif name.endswith("bias"):
             p.data = 0.3 * noise
+        elif name.endswith("sinks"):
+            p.data = 1.0 + noise
         elif name.endswith("A_log"):
             p.data = noise - 2.0
         elif "embed_tokens" in name:
@@ -124,6 +126,37 @@ def add_further_layers(path, generator):
     save_file({**load_file(path), **tensors}, path, metadata={"format": "pt"})
 
 
+def dequantised(blocks, scales):
+    """The matrices (experts, inputs, outputs) of MXFP4: groups of 32 inputs of an output with a power of two, two values in
+    a byte, the lower half first."""
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    table = torch.cat([table, -table])
+    values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(-2)
+    values = values * 2.0 ** (scales.float() - 127)[..., None]
+    return values.flatten(-2).transpose(1, 2).contiguous()
+
+
+def as_released(directory, generator):
+    """Gives the experts of gpt-oss random values in MXFP4, and config.json the keys of the first files: no rope, no alpha,
+    no types of layers."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, shape, generator=generator).to(torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("layer_types", "swiglu_alpha"):
+        config.pop(key)
+    config |= {"rope_parameters": None, "experts_per_token": config["num_experts_per_tok"],
+               "initial_context_length": 4096,
+               "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+                                       "quant_method": "mxfp4"}}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
 def name_in_files(parameter, saved):
     """The name of a parameter in the directory's files, whose tensors are `saved`."""
     old = parameter.replace("model.language_model.", "language_model.model.")
@@ -132,6 +165,9 @@ def name_in_files(parameter, saved):
 
 def in_files(parameter, value, saved):
     """The parts of a parameter's value with their names in the directory's files, whose tensors are `saved`."""
+    if f"{parameter}_blocks" in saved:
+        yield parameter, value
+        return
     if ".mlp.experts." not in parameter or parameter in saved:
         mixtral = parameter.replace(".mlp.gate.", ".block_sparse_moe.gate.")
         yield (mixtral if mixtral in saved else name_in_files(parameter, saved)), value
@@ -211,6 +247,15 @@ def load(name, dtype):
     model_class = getattr(transformers, MODELS[name][1])
     config = config_of(name)
     config._experts_implementation = "eager"
+    if name == "gpt_oss-mxfp4":
+        config._attn_implementation = "eager"
+        tensors = load_file(OUT / name / "model.safetensors")
+        for blocks in [part for part in tensors if part.endswith("_blocks")]:
+            matrix = blocks.removesuffix("_blocks")
+            tensors[matrix] = dequantised(tensors.pop(blocks), tensors.pop(f"{matrix}_scales"))
+        model = model_class(config)
+        model.load_state_dict(tensors)
+        return model.to(dtype).eval()
     return model_class.from_pretrained(OUT / name, config=config, attn_implementation="eager", dtype=dtype)
 
 
@@ -236,6 +281,8 @@ def save_model(name, generator):
         as_transformers_4(directory / "config.json")
     if name in WITH_FURTHER_LAYERS:
         add_further_layers(directory / "model.safetensors", generator)
+    if name == "gpt_oss-mxfp4":
+        as_released(directory, generator)
     if name == "gemma3":
         rename_to_modules(directory / "model.safetensors")
 

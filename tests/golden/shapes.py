@@ -187,6 +187,26 @@ MODELS = {
         num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False,
         rope_parameters=dict(rope_type="default", rope_theta=200.0),
     ), torch.bfloat16, None, 4),
+    # Sinks, a window in the first and the third layer, biases of experts, and limits that many gates and ups exceed.
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(
+        num_hidden_layers=3, hidden_size=26, intermediate_size=13, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=8, num_experts_per_tok=3, sliding_window=9, swiglu_limit=1.5,
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="yarn", rope_theta=300.0, factor=8.0, beta_fast=4.0, beta_slow=1.0,
+                             truncate=False, original_max_position_embeddings=16),
+    ), torch.bfloat16, "20KB", 5),
+    # Experts in MXFP4, and a config.json without a rope, an alpha, a limit or the layers' types.
+    "gpt_oss-mxfp4": ("GptOssConfig", "GptOssForCausalLM", dict(
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=21, tie_word_embeddings=False,
+        max_position_embeddings=131072,
+    ), torch.bfloat16, None, 5),
+    "reward-gpt_oss": ("GptOssConfig", "GptOssForSequenceClassification", dict(
+        hidden_size=24, intermediate_size=10, num_attention_heads=3, num_key_value_heads=1, head_dim=8, num_labels=1,
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=7, tie_word_embeddings=False,
+        rope_parameters=dict(rope_type="yarn", rope_theta=300.0, factor=8.0, truncate=False,
+                             original_max_position_embeddings=16),
+    ), torch.float16, None, 5),
     # The second layer alone has attention.
     "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(
         num_hidden_layers=3, hidden_size=22, intermediate_size=13, num_attention_heads=2, num_key_value_heads=1,
@@ -325,6 +345,9 @@ SETTINGS = {
     "qwen3_5_moe": dict(embed=0.5, seed=152),
     "reward-qwen3_next": dict(seed=134),
     "reward-deepseek_v3": dict(seed=404),
+    "gpt_oss": dict(seed=301),
+    "gpt_oss-mxfp4": dict(seed=302),
+    "reward-gpt_oss": dict(seed=303),
 }
 
 

@@ -209,7 +209,7 @@ impl Paged {
         let at = (&positions[..].into(), &none);
         kv_append(&mut self.cache, [&mut q, &mut k], Some(&v), at, &sequences[..].into(), &case.shape);
         let mut out = Tensor::scratch(rows.len(), q.width());
-        forward_paged(&q, &self.cache, &sequences[..].into(), &case.shape, &mut out);
+        forward_paged(&q, &self.cache, &sequences[..].into(), &case.shape, &mut out, None);
         for (i, &row) in rows.iter().enumerate() {
             o.row_mut(row).copy_from_slice(out.row(i));
         }
@@ -293,5 +293,5 @@ fn a_page_outside_the_cache_is_rejected() {
     let shape = shape(2, 1, 8, None);
     let cache = KvLayer::new(Device::Cpu, DType::F32, 2, &shape);
     let (q, mut o) = (Tensor::zeros(1, 16), Tensor::zeros(1, 16));
-    forward_paged(&q, &cache, &[PagedSequence { past: 0, tokens: 1, blocks: &[9] }][..].into(), &shape, &mut o);
+    forward_paged(&q, &cache, &[PagedSequence { past: 0, tokens: 1, blocks: &[9] }][..].into(), &shape, &mut o, None);
 }

@@ -210,3 +210,38 @@ fn the_gradient_of_a_weight_is_the_product_of_its_expert_with_the_slope() {
         }
     }
 }
+
+#[test]
+fn biases_of_experts_are_added_to_their_rows_and_their_gradients_are_sums_over_these_rows() {
+    for (rows, experts, k, width, _) in SHAPES {
+        let mut numbers = Numbers::new((3 * rows + width) as u64);
+        let routing = Routing::new(logits(rows, experts, &mut numbers), k, Rule::Softmax { renormalizes: true });
+        let (y, weights) = (numbers.tensor(routing.row_count(), width), routing.row_weights());
+        let bias: Vec<Vec<f32>> = (0..experts).map(|_| numbers.vec(width)).collect();
+        let bias: Vec<&[f32]> = bias.iter().map(Vec::as_slice).collect();
+        let run = || {
+            let (mut added, mut slopes) = (y.clone(), weights.clone());
+            routing.groups.add_bias(&bias, &mut added);
+            routing.groups.add_bias_slopes(&bias, &y, &mut slopes);
+            let sums = [Some(&weights), None].map(|weights| routing.groups.bias_gradients(&y, weights));
+            [&added, &slopes, &sums[0], &sums[1]].map(|x| x.data().to_vec()).into()
+        };
+        let got: Vec<Vec<f32>> = run();
+        let counts: Vec<usize> = routing.groups.counts().collect();
+        let of: Vec<usize> = counts.iter().enumerate().flat_map(|(e, count)| vec![e; *count]).collect();
+        let mut want = [vec![], vec![], vec![0.0; experts * width], vec![0.0; experts * width]];
+        for (i, &e) in of.iter().enumerate() {
+            let (row, bias, weight) = (wide(y.row(i)), wide(bias[e]), f64::from(weights.row(i)[0]));
+            want[0].extend(row.iter().zip(&bias).map(|(y, b)| y + b));
+            want[1].push(weight + row.iter().zip(&bias).map(|(y, b)| y * b).sum::<f64>());
+            for (j, y) in row.iter().enumerate() {
+                want[2][e * width + j] += weight * y;
+                want[3][e * width + j] += y;
+            }
+        }
+        for ((got, want), tolerance) in got.iter().zip(&want).zip([1e-6, 1e-5, 1e-5, 1e-5]) {
+            assert_near(&format!("{rows} {experts} {k} {width}"), got, want, tolerance);
+        }
+        same_on_threads_and_levels(&format!("{rows} {experts} {k} {width}"), run);
+    }
+}

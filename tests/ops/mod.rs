@@ -14,4 +14,5 @@ pub mod probe;
 mod ring_attention;
 mod rmsnorm;
 mod rope;
+mod sinks;
 mod small;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 pub const LANGUAGE_MODELS: [&str; 5] = ["llama2", "llama3", "mistral", "qwen2", "qwen3"];
 /// Families whose norms, ropes, windows, scales or files differ from those.
-pub const DENSE_MODELS: [&str; 28] = [
+pub const DENSE_MODELS: [&str; 30] = [
     "phi3-short",
     "phi3-long",
     "smollm3",
@@ -44,9 +44,12 @@ pub const DENSE_MODELS: [&str; 28] = [
     "qwen3_next",
     "qwen3_5_moe_text",
     "qwen3_5_moe",
+    // Sinks, biases of experts, and experts in MXFP4.
+    "gpt_oss",
+    "gpt_oss-mxfp4",
 ];
 /// Language models with adapters.
-pub const ADAPTED: [&str; 16] = [
+pub const ADAPTED: [&str; 17] = [
     "llama2",
     "llama3",
     "mistral",
@@ -63,10 +66,11 @@ pub const ADAPTED: [&str; 16] = [
     "deepseek_v3-plain",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "gpt_oss",
 ];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
-pub const DENSE_REWARD_MODELS: [&str; 7] = [
+pub const DENSE_REWARD_MODELS: [&str; 8] = [
     "reward-gemma3_text",
     "reward-phi3",
     "reward-olmo2",
@@ -74,6 +78,7 @@ pub const DENSE_REWARD_MODELS: [&str; 7] = [
     "reward-mixtral",
     "reward-qwen3_next",
     "reward-deepseek_v3",
+    "reward-gpt_oss",
 ];
 pub const TEMPERATURE: f32 = 0.7;
 pub const ENTROPY_COEF: f32 = 0.05;

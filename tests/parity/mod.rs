@@ -9,6 +9,7 @@ mod families;
 mod fp8;
 pub mod golden;
 mod longrope;
+mod mxfp4;
 mod paged;
 mod quantized;
 mod refused;

@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::checkpoints::Shared;
 use crate::models::arch;
-use crate::tensor_models::{eight_experts, hybrid_experts, latent};
+use crate::tensor_models::{eight_experts, hybrid_experts, latent, sinks};
 use crate::weights::sharded;
 use rlhf_hpc::comm::{Axes, Group, World, accounting};
 use rlhf_hpc::data::Hashes;
@@ -60,6 +60,7 @@ fn exports(world: &World) {
         ("qwen3_moe", false, Head::LanguageModel, DType::Bf16, 97),
         ("qwen3_next", false, Head::LanguageModel, DType::F32, 97),
         ("deepseek_v3", false, Head::LanguageModel, DType::Bf16, 97),
+        ("gpt_oss", false, Head::LanguageModel, DType::F32, 97),
         ("llama", false, Head::LanguageModel, DType::F32, 33_001),
         ("qwen3", true, Head::LanguageModel, DType::Bf16, 97),
         ("llama", false, Head::Value, DType::F32, 97),
@@ -68,6 +69,7 @@ fn exports(world: &World) {
             "qwen3_moe" => eight_experts(),
             "qwen3_next" => hybrid_experts(),
             "deepseek_v3" => latent(),
+            "gpt_oss" => sinks(),
             _ => json!({}),
         };
         (keys["vocab_size"], keys["tie_word_embeddings"]) = (vocabulary.into(), tied.into());

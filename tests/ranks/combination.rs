@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::layouts::{Left, Setting, assert_near, attention, config, samples, texts, tuning, update, whole};
 use crate::models::arch;
-use crate::tensor_models::{self, capped, eight_experts, experts, hybrid_experts, latent, long};
+use crate::tensor_models::{self, capped, eight_experts, experts, hybrid_experts, latent, long, sinks};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::Config;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
@@ -103,12 +103,13 @@ fn everywhere(world: &World) {
 /// Tests families whose layers differ, each on a few meshes.
 fn dense(world: &World) {
     let mesh = |data, sequence, tensor| Mesh { data, pipeline: 1, sequence, tensor, expert: 1 };
-    let few: [&[(Mesh, &[usize])]; 6] = [
+    let few: [&[(Mesh, &[usize])]; 7] = [
         &[(mesh(1, 1, 8), &[1]), (mesh(2, 2, 2), &[3])],
         &[(mesh(4, 2, 1), &[2])],
         &[(mesh(2, 1, 4), &[3])],
         &[(mesh(8, 1, 1), &[3]), (mesh(2, 2, 2), &[2])],
         &[(mesh(4, 1, 2), &[3])],
+        &[(mesh(2, 2, 2), &[3]), (mesh(1, 1, 8), &[1])],
         &[(mesh(2, 2, 2), &[3]), (mesh(1, 1, 8), &[1])],
     ];
     let cases = [
@@ -118,6 +119,7 @@ fn dense(world: &World) {
         ("qwen3_moe", experts()),
         ("qwen3_next", hybrid_experts()),
         ("deepseek_v3", latent()),
+        ("gpt_oss", sinks()),
     ];
     for ((family, keys), few) in cases.into_iter().zip(few) {
         compare(world, &arch(family, &keys), config(PolicyLossKind::Clip), few);
@@ -142,6 +144,8 @@ fn divided(world: &World) {
     compare(world, &hybrid, config(PolicyLossKind::Clip), &layouts[2..3]);
     // With a dense layer, groups of experts, and latent attention.
     compare(world, &arch("deepseek_v3", &latent()), config(PolicyLossKind::Clip), &layouts[3..]);
+    // Experts with biases, which are whole on each rank.
+    compare(world, &arch("gpt_oss", &sinks()), config(PolicyLossKind::Clip), &layouts);
     // Experts on a frozen base, which trains nothing of them.
     let arch = Arch { tuning: Some(Arc::new(attention())), ..mixture };
     compare(world, &arch, config(PolicyLossKind::Clip), &layouts[1..3]);

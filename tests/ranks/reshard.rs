@@ -2,7 +2,7 @@
 
 use crate::Test;
 use crate::models::arch;
-use crate::tensor_models::eight_experts;
+use crate::tensor_models::{eight_experts, sinks};
 use crate::weights::{assert_same, layouts, rollouts, sharded, weights};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::device::Device;
@@ -33,6 +33,7 @@ fn models() -> Vec<(Arch, DType)> {
         (arch("qwen3", &tied(false)), DType::Bf16),
         (arch("qwen3_moe", &eight_experts()), DType::F32),
         (arch("qwen3_moe", &eight_experts()), DType::Bf16),
+        (arch("gpt_oss", &sinks()), DType::F32),
         // Over four ranks each holds three key/value heads, some of them twice.
         (arch("llama", &json!({"num_attention_heads": 12, "num_key_value_heads": 3})), DType::F32),
     ]

@@ -3,7 +3,7 @@
 use crate::Test;
 use crate::collectives::values;
 use crate::models::arch;
-use crate::tensor_models::{Side, all_cut_shapes, assert_near, bits, capped, experts, latent, row, shard};
+use crate::tensor_models::{Side, all_cut_shapes, assert_near, bits, capped, experts, latent, row, shard, sinks};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::Arch;
@@ -98,11 +98,14 @@ fn rings(world: &World) {
     // Queries at later positions are larger.
     let scaled = json!({"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
         "llama_4_scaling_beta": 0.3}});
+    // So few experts that each has some of any tokens.
+    let mut few = sinks();
+    few["num_local_experts"] = 4.into();
     for (family, keys) in windows
         .into_iter()
         .chain(whole)
         .chain([("gemma2", capped()), ("ministral3", scaled)])
-        .chain([("qwen3_moe", experts()), ("deepseek_v3", latent())])
+        .chain([("qwen3_moe", experts()), ("deepseek_v3", latent()), ("gpt_oss", few)])
     {
         for lengths in LENGTHS {
             let what = format!("{family} {keys}, lengths {lengths:?}");

@@ -74,6 +74,8 @@ fn dense() -> Vec<(&'static str, Arch)> {
             "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
             "first_k_dense_replace": 1}),
         ),
+        // Sinks of heads, and biases of experts.
+        shape("gpt_oss", &sinks()),
     ]
 }
 
@@ -106,6 +108,12 @@ pub fn experts() -> Value {
 /// The same with eight experts in both layers.
 pub fn eight_experts() -> Value {
     json!({"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40})
+}
+
+/// Keys of gpt_oss: limits that gates and ups exceed, a window in the first layer, and eight experts.
+pub fn sinks() -> Value {
+    json!({"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 7,
+        "swiglu_limit": 0.4})
 }
 
 /// Keys of phi3: heads of 8 columns, of which 6 are rotated, with LongRoPE.

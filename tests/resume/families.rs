@@ -56,6 +56,7 @@ fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill()
         "qwen3_next",
         "qwen3_5_moe_text",
         "deepseek_v3",
+        "gpt_oss",
     ] {
         make(name, name);
         // bf16 would have one number for all of them.
@@ -67,7 +68,8 @@ fn ppo_on_other_families_samples_as_it_trains_and_resumes_bitwise_after_a_kill()
         // All keys of config.json are used.
         assert!(ended.code == Some(0) && !ended.stderr.contains("unknown key"), "{name}: {}", ended.stderr);
         assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 20], "{name}");
-        let has_experts = name == "mixtral" || name.contains("moe") || ["qwen3_next", "deepseek_v3"].contains(&name);
+        let has_experts =
+            name == "mixtral" || name.contains("moe") || ["qwen3_next", "deepseek_v3", "gpt_oss"].contains(&name);
         assert_eq!(whole.numbers("experts_equal_ratio"), vec![1.0; if has_experts { 20 } else { 0 }], "{name}");
         let killed = job("killed");
         let mut running = killed.start();

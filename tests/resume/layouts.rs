@@ -95,6 +95,25 @@ fn a_ppo_job_with_experts_on_several_ranks_has_the_metrics_of_one_rank_and_resum
     }
 }
 
+/// Sinks of heads and biases of experts are divided, or whole on each rank.
+#[test]
+fn a_ppo_job_on_gpt_oss_on_several_ranks_has_the_metrics_of_one_rank() {
+    families::make("gpt_oss", "sinks");
+    let sets = "model.actor=sinks job.steps=2 ppo.epochs=1 ppo.minibatch_samples=16 rollout.response_tokens_max=16 \
+                model.router_aux_loss_coef=0.01";
+    let alone = Job::ppo("sinks-alone").with(sets).done();
+    let layouts =
+        [(2, "mesh.tensor=2"), (2, "mesh.sequence=2"), (2, "mesh.expert=2"), (4, "mesh.expert=4 mesh.zero=3")];
+    for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
+        let job = Job::ppo(&format!("sinks-{i}")).on(ranks).with(sets).with(layout).done();
+        assert_near(&job, &alone, layout);
+        if !layout.contains("sequence") {
+            assert_eq!(job.numbers("logprob_gap_max"), [0.0; 2], "{layout}");
+        }
+        assert_eq!(job.numbers("experts_equal_ratio"), [1.0; 2], "{layout}");
+    }
+}
+
 #[test]
 fn an_sft_step_and_evaluation_on_any_layout_have_the_metrics_of_one_rank() {
     let texts = "data.pretrain=[\"texts\"] data.pretrain_tokens_max=48 sft.pretrain_coef=0.5";

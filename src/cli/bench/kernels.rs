@@ -188,7 +188,7 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
         ..Work::default()
     };
     meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {
-        attention::forward_paged(&q, &cache, &paged, &shape, &mut o);
+        attention::forward_paged(&q, &cache, &paged, &shape, &mut o, None);
     });
 }
 

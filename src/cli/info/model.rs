@@ -8,8 +8,9 @@ use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
 use crate::model::{
     Arch, AttentionSpec, DeltaSpec, ExpertsSpec, Feed, Head, LatentSpec, OnDisk, ParamTable, Scoring, SharedName,
-    SharedSpec, Tensors,
+    SharedSpec, Sinks, Tensors,
 };
+use crate::ops::glu::Activation;
 use crate::text::Tokenizer;
 use std::path::Path;
 
@@ -70,7 +71,8 @@ fn of_arch(arch: &Arch) -> Rows {
 fn heads(attention: &AttentionSpec) -> String {
     let AttentionSpec { heads, kv_heads, head_dim, latent, .. } = attention;
     let Some(LatentSpec { q_rank, kv_rank, plain, rotated, value, .. }) = latent else {
-        return format!("{heads} on {kv_heads} of keys and values, head dim {head_dim}");
+        let sinks = if attention.sinks == Sinks::None { "" } else { ", with sinks" };
+        return format!("{heads} on {kv_heads} of keys and values, head dim {head_dim}{sinks}");
     };
     let queries = q_rank.map_or(String::new(), |rank| format!("; queries compressed to {rank}"));
     format!(
@@ -81,7 +83,7 @@ fn heads(attention: &AttentionSpec) -> String {
 /// The number of parameters, and the number that a token uses.
 fn parameters(arch: &Arch) -> String {
     let total = ParamTable::new(arch, arch.head).parameters();
-    let unchosen = |spec: &ExpertsSpec| (spec.count - spec.top_k) * 3 * arch.width * spec.width;
+    let unchosen = |spec: &ExpertsSpec| (spec.count - spec.top_k) * spec.parameters(arch.width);
     let inactive: usize = arch.feeds().filter_map(Feed::experts).map(unchosen).sum();
     let active = match inactive {
         0 => "all of them".into(),
@@ -101,7 +103,7 @@ fn feeds(arch: &Arch) -> Vec<String> {
     }
     let are_several = kinds.len() > 1;
     let text = |(feed, layers): (&Feed, usize)| {
-        let (width, activation) = (feed.width(), feed.activation().name());
+        let (width, activation) = (feed.width(), describe_activation(feed.activation()));
         let of = if are_several { format!(" in {}", counted(layers, "layer")) } else { String::new() };
         match feed.experts() {
             None => format!("width {width} ({activation}){of}"),
@@ -113,7 +115,7 @@ fn feeds(arch: &Arch) -> Vec<String> {
 
 /// A mixture of experts in `layers`.
 fn mixture(of: &ExpertsSpec, layers: &str) -> String {
-    let ExpertsSpec { count, top_k, width, activation, renormalizes, scoring, shared } = of;
+    let ExpertsSpec { count, top_k, width, activation, renormalizes, scoring, has_biases, shared } = of;
     let weights = match (scoring, renormalizes) {
         (Scoring::Softmax, true) => "weights sum to 1".to_owned(),
         (Scoring::Softmax, false) => "weights are probabilities".to_owned(),
@@ -133,8 +135,20 @@ fn mixture(of: &ExpertsSpec, layers: &str) -> String {
         }
         Some(SharedSpec { name: SharedName::Plain, width }) => format!("; one of width {width} for all tokens"),
     };
-    let name = activation.name();
-    format!("{count} experts of width {width} ({name}){layers}; {top_k} for each token{groups}, {weights}{shared}")
+    let biases = if *has_biases { " with biases" } else { "" };
+    let name = describe_activation(*activation);
+    format!(
+        "{count} experts{biases} of width {width} ({name}){layers}; {top_k} for each token{groups}, {weights}{shared}"
+    )
+}
+
+fn describe_activation(activation: Activation) -> String {
+    match activation {
+        Activation::ClampedSilu { alpha, limit } => {
+            format!("{} with alpha {alpha}, within {limit}", activation.name())
+        }
+        other => other.name().into(),
+    }
 }
 
 /// Each kind of layers: how many there are, their window and their rope.

@@ -39,6 +39,7 @@ pub fn forward_paged(
     sequences: &[PagedSequence],
     shape: &AttentionShape,
     o: &mut [f32],
+    lse: Option<&mut [f32]>,
 ) {
     let mut row = 0;
     let span = |&PagedSequence { past, tokens, .. }: &PagedSequence| {
@@ -47,7 +48,8 @@ pub fn forward_paged(
     };
     let spans: Vec<_> = sequences.iter().map(span).collect();
     let keys = Keys::Paged { keys, values, sequences };
-    forward(&Forward { q, keys, spans: &spans, shape, o: Shares::new(o), lse: None, merge: false });
+    let (o, lse) = (Shares::new(o), lse.map(Shares::new));
+    forward(&Forward { q, keys, spans: &spans, shape, o, lse, merge: false });
 }
 
 /// Cuts the rows into tiles, and the tiles into contiguous shares of about equal work, one per thread.

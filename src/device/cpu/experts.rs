@@ -53,6 +53,48 @@ pub fn combine(y: &[f32], width: usize, places: &[u32], weights: Option<&[f32]>,
     });
 }
 
+/// The group of row `row`. The rows of group e are `ends[e]..ends[e + 1]`.
+fn group_of(ends: &[usize], row: usize) -> usize {
+    ends.partition_point(|end| *end <= row) - 1
+}
+
+/// y[i] += b_e for the rows of group e.
+pub fn add_bias(bias: &[&[f32]], ends: &[usize], y: &mut [f32]) {
+    let (level, len) = (level(), y.len());
+    assert!(bias.len() + 1 == ends.len() && bias.iter().all(|b| b.len() * ends[bias.len()] == len));
+    pool().rows(y, bias[0].len(), len < SERIAL_BELOW, &|row, y| add_row(level, y, bias[group_of(ends, row)]));
+}
+
+leveled! {
+    fn dot(x: &[f32], w: &[f32]) -> f32 {
+        lanes::dot::<LANES>(x, w)
+    }
+}
+
+/// slopes[i] += dy[i].b_e for the rows of group e.
+pub fn add_bias_slopes(bias: &[&[f32]], ends: &[usize], dy: &[f32], slopes: &mut [f32]) {
+    let (level, width) = (level(), bias[0].len());
+    assert!(bias.len() + 1 == ends.len() && slopes.len() == ends[bias.len()] && dy.len() == slopes.len() * width);
+    pool().parts(slopes, 16, dy.len() < SERIAL_BELOW, &|rows, slopes| {
+        for (row, slope) in rows.zip(slopes) {
+            *slope += dot(level, &dy[row * width..(row + 1) * width], bias[group_of(ends, row)]);
+        }
+    });
+}
+
+/// sums[e] = sum_i w_i dy[i] over the rows of group e, i ascending. Without weights they are 1.
+pub fn bias_gradients(dy: &[f32], ends: &[usize], weights: Option<&[f32]>, sums: &mut [f32]) {
+    let (level, groups) = (level(), ends.len() - 1);
+    let width = sums.len() / groups;
+    assert!(dy.len() == ends[groups] * width && weights.is_none_or(|w| w.len() == ends[groups]));
+    pool().rows(sums, width, dy.len() < SERIAL_BELOW, &|e, sum| {
+        sum.fill(0.0);
+        for row in ends[e]..ends[e + 1] {
+            add_weighted(level, sum, &dy[row * width..(row + 1) * width], weights.map_or(1.0, |w| w[row]));
+        }
+    });
+}
+
 leveled! {
     fn weigh_row(act: &mut [f32], dact: &mut [f32], weight: f32) -> f32 {
         let slope = lanes::dot::<LANES>(act, dact);

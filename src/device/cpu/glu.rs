@@ -5,7 +5,7 @@ use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
 
 /// The function of a gated linear unit's gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// SwiGLU: silu(x) = x s with s = 1 / (1 + exp(-x)), and its slope s (1 + x (1 - s)).
     Silu,
@@ -14,13 +14,16 @@ pub enum Activation {
     GeluTanh,
     /// A gate alone: s = 1 / (1 + exp(-x)), with slope s (1 - s). No GPU kernel supports it.
     Sigmoid,
+    /// The experts of gpt-oss: y = (u + 1) g s with s = 1 / (1 + exp(-alpha g)), where g = min(gate, limit) and u is up
+    /// within +-limit. The slopes outside the limits are 0. No GPU kernel supports it.
+    ClampedSilu { alpha: f32, limit: f32 },
 }
 
 impl Activation {
     /// The name in config.json.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Silu => "silu",
+            Self::Silu | Self::ClampedSilu { .. } => "silu",
             Self::GeluTanh => "gelu_pytorch_tanh",
             Self::Sigmoid => "sigmoid",
         }
@@ -59,6 +62,27 @@ leveled! {
     }
 }
 
+/// x, or the nearer end of the range from `low` to `high`. NaN stays.
+#[inline(always)]
+fn within(x: f32, low: f32, high: f32) -> f32 {
+    if x > high {
+        high
+    } else if x < low {
+        low
+    } else {
+        x
+    }
+}
+
+leveled! {
+    fn clamped_forward(alpha: f32, limit: f32, gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            let (gate, up) = (within(*gate, f32::NEG_INFINITY, limit), within(*up, -limit, limit));
+            *y = gate / (1.0 + exp(-alpha * gate)) * (up + 1.0);
+        }
+    }
+}
+
 pub fn forward(activation: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) {
     assert!(up.len() == gate.len() && y.len() == gate.len());
     let level = level();
@@ -66,6 +90,9 @@ pub fn forward(activation: Activation, gate: &[f32], up: &[f32], y: &mut [f32]) 
         Activation::Silu => silu_forward(level, &gate[range.clone()], &up[range], y),
         Activation::GeluTanh => gelu_forward(level, &gate[range.clone()], &up[range], y),
         Activation::Sigmoid => sigmoid_forward(level, &gate[range.clone()], &up[range], y),
+        Activation::ClampedSilu { alpha, limit } => {
+            clamped_forward(level, alpha, limit, &gate[range.clone()], &up[range], y);
+        }
     });
 }
 
@@ -102,6 +129,26 @@ leveled! {
     }
 }
 
+leveled! {
+    fn clamped_backward(
+        alpha: f32,
+        limit: f32,
+        gate: &[f32],
+        up: &[f32],
+        dy: &[f32],
+        dgate: &mut [f32],
+        dup: &mut [f32],
+    ) {
+        for ((((gate, up), dy), dgate), dup) in gate.iter().zip(up).zip(dy).zip(dgate).zip(dup) {
+            let (g, u) = (within(*gate, f32::NEG_INFINITY, limit), within(*up, -limit, limit));
+            let sigmoid = 1.0 / (1.0 + exp(-alpha * g));
+            let slope = dy * (u + 1.0) * (sigmoid * (1.0 + alpha * g * (1.0 - sigmoid)));
+            *dgate = if *gate > limit { 0.0 } else { slope };
+            *dup = if up.abs() > limit { 0.0 } else { dy * (g * sigmoid) };
+        }
+    }
+}
+
 pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
     assert!([up.len(), dy.len(), dgate.len(), dup.len()] == [gate.len(); 4]);
     let level = level();
@@ -114,6 +161,9 @@ pub fn backward(activation: Activation, gate: &[f32], up: &[f32], dy: &[f32], dg
             Activation::Silu => silu_backward(level, gate, up, dy, dgate, dup),
             Activation::GeluTanh => gelu_backward(level, gate, up, dy, dgate, dup),
             Activation::Sigmoid => sigmoid_backward(level, gate, up, dy, dgate, dup),
+            Activation::ClampedSilu { alpha, limit } => {
+                clamped_backward(level, alpha, limit, gate, up, dy, dgate, dup);
+            }
         }
     });
 }

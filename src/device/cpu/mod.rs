@@ -31,6 +31,7 @@ pub mod row_gate;
 pub mod sample;
 mod scratch;
 pub mod sigmoid_router;
+pub mod sinks;
 pub mod softcap;
 pub mod softmax;
 pub mod value_head;

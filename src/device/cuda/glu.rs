@@ -15,7 +15,9 @@ pub fn forward(activation: Activation, gate: View, up: View, mut y: ViewMut) {
     let kernel = match activation {
         Activation::Silu => "swiglu_forward",
         Activation::GeluTanh => "geglu_forward",
-        Activation::Sigmoid => panic!("{OP}: there is no kernel for {activation:?}"),
+        Activation::Sigmoid | Activation::ClampedSilu { .. } => {
+            panic!("{OP}: there is no kernel for {activation:?}")
+        }
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }
@@ -29,7 +31,9 @@ pub fn backward(activation: Activation, gate: View, up: View, dy: View, mut dgat
     let kernel = match activation {
         Activation::Silu => "swiglu_backward",
         Activation::GeluTanh => "geglu_backward",
-        Activation::Sigmoid => panic!("{OP}: there is no kernel for {activation:?}"),
+        Activation::Sigmoid | Activation::ClampedSilu { .. } => {
+            panic!("{OP}: there is no kernel for {activation:?}")
+        }
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }

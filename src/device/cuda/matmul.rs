@@ -204,7 +204,7 @@ impl Tile {
         let has = [Self::Rows16, Self::Rows32, Self::Rows64, Self::Narrow32, Self::Narrow64].contains(&self);
         let kernel = match activation {
             Activation::Silu => kernel_of_tile!("matmul_swiglu_", self),
-            Activation::GeluTanh | Activation::Sigmoid => return None,
+            Activation::GeluTanh | Activation::Sigmoid | Activation::ClampedSilu { .. } => return None,
         };
         has.then_some(kernel)
     }
