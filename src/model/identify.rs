@@ -2,7 +2,7 @@
 
 use super::families::Family;
 use super::family_list::FAMILIES;
-use super::unsupported::refused;
+use super::unsupported::{reason, refused};
 use super::wrapper::WRAPPERS;
 use crate::error::{Error, Result};
 
@@ -53,6 +53,8 @@ impl Family {
             refused("architecture", class, "").hint(format!("use one of {}", known.join(", ")))
         })?;
         match model_type {
+            // Kimi K2 names the class of DeepSeek-V3.
+            Some(name) if reason(name).is_some() => Err(refused("model_type", name, "")),
             Some(name) if name != found.name => {
                 Err(Error::data(format!("model_type \"{name}\" does not match architecture \"{class}\""))
                     .hint(format!("set model_type to \"{}\" for \"{class}\"", found.name)))

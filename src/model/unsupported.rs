@@ -80,12 +80,16 @@ const UNSUPPORTED: [(&[&str], &str); 14] = [
     ),
 ];
 
-/// The error for a `key` (`model_type` or `architecture`) with an unknown value, with the reason if it is known.
-pub(super) fn refused(key: &str, value: &str, with: &str) -> Error {
+/// What is missing for a family that is known and not supported.
+pub(super) fn reason(value: &str) -> Option<&'static str> {
     let name = value.split("For").next().and_then(|name| name.split("LMHead").next()).unwrap_or_default();
     let name = name.to_lowercase().replace(['_', '-'], "");
     let name = name.strip_suffix("text").unwrap_or(&name);
-    let reason = UNSUPPORTED.iter().find(|(families, _)| families.contains(&name)).map(|(_, reason)| reason);
-    let reason = reason.map_or(String::new(), |reason| format!(": {reason}"));
+    UNSUPPORTED.iter().find(|(families, _)| families.contains(&name)).map(|(_, reason)| *reason)
+}
+
+/// The error for a `key` (`model_type` or `architecture`) with an unknown value, with the reason if it is known.
+pub(super) fn refused(key: &str, value: &str, with: &str) -> Error {
+    let reason = reason(value).map_or(String::new(), |reason| format!(": {reason}"));
     Error::data(format!("{key} \"{value}\"{with} is not supported{reason}"))
 }

@@ -180,7 +180,7 @@ fn the_error_for_a_family_without_support_names_what_is_missing() {
         ("deepseek_v32", "DeepseekV32ForCausalLM", "sparse attention"),
         ("deepseek_v4", "DeepseekV4ForCausalLM", "sparse attention"),
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "sparse attention"),
-        ("kimi_k2", "DeepseekV3ForCausalLM", "latent attention"),
+        ("kimi_k2", "DeepseekV3ForCausalLM", "its tokenizer is Python code"),
         ("nemotron_h", "NemotronHForCausalLM", "Mamba layers"),
         ("gemma4_text", "Gemma4ForCausalLM", "E2B, E4B"),
         ("gpt2", "GPT2LMHeadModel", "LayerNorm"),
