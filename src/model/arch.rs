@@ -7,7 +7,7 @@ use super::config_json::{self, GENERATION, OF_JOB, Reader};
 use super::corrections::Corrections;
 use super::expert_files::ExpertForm;
 use super::families::{Embedded, Family, Number, Windows};
-use super::family_list::{BIDIRECTIONAL, FURTHER_LAYERS};
+use super::family_keys::{BIDIRECTIONAL, FURTHER_LAYERS};
 use super::file_rows::HeadRows;
 use super::files;
 use super::mxfp4;
@@ -404,8 +404,7 @@ impl Arch {
         let further = self.source.get(FURTHER_LAYERS).and_then(Value::as_u64).unwrap_or(0) as usize;
         let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
         let first = self.blocks.len();
-        self.family.keys.contains(&FURTHER_LAYERS)
-            && layer.is_some_and(|layer| (first..first + further).contains(&layer))
+        self.family.has_sigmoids() && layer.is_some_and(|layer| (first..first + further).contains(&layer))
     }
 
     /// The layers whose routers have corrections, each with its number of experts.

@@ -6,7 +6,7 @@ use super::adapter_files;
 use super::arch::{Arch, Head};
 use super::bitsandbytes::QUANTIZATION;
 use super::config_json::{GENERATION, Reader};
-use super::family_list::FURTHER_LAYERS;
+use super::family_keys::FURTHER_LAYERS;
 use super::files::Checkpoint;
 use super::naming::Naming;
 use super::params::ParamTable;
@@ -284,7 +284,7 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
     };
     config.insert("architectures".into(), json!([class]));
     config.insert("model_type".into(), json!(arch.family.name));
-    if arch.family.keys.contains(&FURTHER_LAYERS) {
+    if arch.family.has_sigmoids() {
         config.insert(FURTHER_LAYERS.into(), 0.into());
     }
     // transformers 5 does not know the old name of LongRoPE.

@@ -4,47 +4,10 @@ use super::block_spec::{Norms, QkNorm, Sinks};
 use super::delta_files::DeltaForm;
 use super::expert_files::ExpertForm;
 use super::families::{Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, Scores, Scoring, Shared, Windows};
+use super::family_keys::{BIDIRECTIONAL, MIXTURE_KEYS};
 use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use crate::ops::glu::Activation;
-
-/// The key of Gemma's encoders, whose tokens see later ones.
-pub(super) const BIDIRECTIONAL: &str = "use_bidirectional_attention";
-
-/// The number of layers after the last one, which predict further tokens.
-pub(super) const FURTHER_LAYERS: &str = "num_nextn_predict_layers";
-
-/// Keys of families with the gated delta rule.
-const DELTA_KEYS: &[&str] = &[
-    "attn_output_gate",
-    "full_attention_interval",
-    "layer_types",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "mamba_ssm_dtype",
-    // The positions of images. Those of text are equal.
-    "mrope_interleaved",
-    "mrope_section",
-    // Layers that predict further tokens, whose tensors an export keeps.
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-];
-
-/// Keys of families with mixtures of experts.
-const MIXTURE_KEYS: &[&str] = &[
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "moe_intermediate_size",
-    "norm_topk_prob",
-    "num_experts",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "output_router_logits",
-    "router_aux_loss_coef",
-];
 
 /// Mixtral's, whose fields are the most common ones.
 const MIXTURE: Mixture = Mixture {
@@ -58,49 +21,6 @@ const MIXTURE: Mixture = Mixture {
     dense: DenseLayers::Never,
     shared: None,
 };
-
-/// Keys of families with the mixtures of experts of DeepSeek-V3.
-const SIGMOID_KEYS: &[&str] = &[
-    "first_k_dense_replace",
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    FURTHER_LAYERS,
-    "routed_scaling_factor",
-    "scoring_func",
-    "topk_group",
-    "topk_method",
-    "use_qk_norm",
-];
-
-/// The same with latent attention.
-const LATENT_KEYS: &[&str] = &[
-    "first_k_dense_replace",
-    "kv_lora_rank",
-    "mlp_layer_types",
-    "moe_intermediate_size",
-    "moe_layer_freq",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    FURTHER_LAYERS,
-    "q_lora_rank",
-    // The sum of the two below.
-    "qk_head_dim",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "rope_interleave",
-    "routed_scaling_factor",
-    "scoring_func",
-    "topk_group",
-    "topk_method",
-    "v_head_dim",
-];
 
 /// The most common value of each field.
 const LLAMA: Family = Family {
@@ -192,7 +112,6 @@ const DEEPSEEK_V3: Family = Family {
     name: "deepseek_v3",
     causal: "DeepseekV3ForCausalLM",
     classifier: "DeepseekV3ForSequenceClassification",
-    keys: LATENT_KEYS,
     mlp_bias: Bias::Never,
     latent: Some(Latent { q_rank: 1536, plain: 128, value: 128 }),
     experts: Some(SIGMOIDS),
@@ -432,7 +351,7 @@ pub(super) static FAMILIES: [Family; 23] = [
         name: "glm4_moe",
         causal: "Glm4MoeForCausalLM",
         classifier: "Glm4MoeForSequenceClassification",
-        keys: SIGMOID_KEYS,
+        keys: &["use_qk_norm"],
         o_bias: Bias::Never,
         mlp_bias: Bias::Never,
         qk_norm: QkNorm::PerHead,
@@ -498,13 +417,3 @@ pub(super) static FAMILIES: [Family; 23] = [
         ..GEMMA2
     },
 ];
-
-impl Family {
-    /// The keys of config.json that not every family reads.
-    pub(super) fn own_keys(&self) -> Vec<&'static str> {
-        let has_gate = matches!(self.experts, Some(Mixture { shared: Some(Shared::Gated(_)), .. }));
-        let of_parts = [(self.is_hybrid, DELTA_KEYS), (has_gate, &["shared_expert_intermediate_size"])];
-        let of_parts = of_parts.into_iter().filter(|(has_part, _)| *has_part).flat_map(|(_, keys)| keys);
-        self.keys.iter().chain(of_parts).copied().collect()
-    }
-}

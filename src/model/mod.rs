@@ -14,6 +14,7 @@ pub mod corrections;
 pub mod cost;
 pub mod export;
 pub mod families;
+mod family_keys;
 mod family_list;
 mod identify;
 pub mod init;

@@ -12,6 +12,7 @@ use crate::device::{Device, cpu, cuda, null};
 use crate::dtype::DType;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Indices, Tensor, Weight, WeightMut};
+use std::borrow::Cow;
 
 /// How a router's logits become weights of experts.
 #[derive(Clone, Debug)]
@@ -98,8 +99,8 @@ impl Routing {
     }
 
     /// The chosen experts of each row (t, k), ascending. Waits for a GPU that chose.
-    pub fn chosen(&self) -> Vec<u32> {
-        self.on_gpu.as_ref().map_or_else(|| self.chosen.clone(), Choice::chosen)
+    pub fn chosen(&self) -> Cow<'_, [u32]> {
+        self.on_gpu.as_ref().map_or(Cow::Borrowed(&self.chosen), |choice| Cow::Owned(choice.chosen()))
     }
 
     /// The number of rows of each expert, the sum of its probabilities p, and that of -p ln p (3, E), where a GPU chose.

@@ -59,7 +59,7 @@ fn experts_weights_and_gradients_of_routers_equal_the_cpus_and_rows_are_independ
                 let at = rows / 2;
                 let row = &values[at * experts..(at + 1) * experts];
                 let alone = routed(Device::Cuda, row, [1, experts, k], renormalizes);
-                assert_eq!(alone.chosen(), got.chosen()[at * k..(at + 1) * k], "{what}");
+                assert_eq!(*alone.chosen(), got.chosen()[at * k..(at + 1) * k], "{what}");
                 assert_eq!(alone.weights.to_host(), got.weights.to_host()[at * k..(at + 1) * k], "{what}");
                 let sums = got.sums_on_gpu().expect("a GPU chose").to_host();
                 let counts: Vec<f32> = want.groups.counts().map(|count| count as f32).collect();
@@ -80,7 +80,7 @@ fn a_router_puts_nan_below_all_numbers() {
     let (_gpu, _one) = device();
     let mut values = vec![f32::NAN, f32::NEG_INFINITY, 3.0, f32::NAN, f32::NAN, 1.0, 3.0, -1.0];
     values.extend([0.5; 8]);
-    assert_eq!(routed(Device::Cuda, &values, [2, 8, 3], true).chosen(), [2, 5, 6, 0, 1, 2]);
+    assert_eq!(*routed(Device::Cuda, &values, [2, 8, 3], true).chosen(), [2, 5, 6, 0, 1, 2]);
     assert_eq!(routed(Device::Cuda, &values, [2, 8, 6], true).chosen()[..6], [0, 1, 2, 5, 6, 7]);
 }
 

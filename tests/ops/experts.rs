@@ -151,7 +151,7 @@ fn weights_of_experts_and_their_gradients_equal_those_in_f64() {
 fn of_experts_with_equal_logits_those_with_the_lowest_indices_are_chosen() {
     let logits = Tensor::from_slice(2, 5, &[0.5, 1.0, 0.5, 1.0, 0.5, -0.0, 0.0, 0.0, 0.0, 0.0]);
     let routing = Routing::new(logits, 3, Rule::Softmax { renormalizes: true });
-    assert_eq!(routing.chosen(), [0, 1, 3, 0, 1, 2]);
+    assert_eq!(*routing.chosen(), [0, 1, 3, 0, 1, 2]);
     assert_eq!(routing.groups.counts().collect::<Vec<_>>(), [2, 2, 1, 1, 0]);
 }
 
