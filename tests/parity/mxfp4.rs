@@ -1,11 +1,12 @@
 //! Experts in MXFP4: values, exports, and damaged files. `families.rs` compares the model with transformers.
 
+use crate::models::relative_gap;
 use crate::parity::exported::tensors;
 use crate::parity::golden::directory;
 use crate::parity::refused::{copy, edit_safetensors};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::model::{Arch, Head, Weights, export, load};
+use rlhf_hpc::model::{Arch, Head, Weights, export, load, pack};
 use rlhf_hpc::tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -47,6 +48,22 @@ fn experts_in_mxfp4_are_exact_in_bf16_and_exports_have_them_in_the_form_of_trans
         assert_eq!((coded, after.len()), (8, before.len() - 4));
         assert!(before.iter().all(|(name, tensor)| after.get(name).is_none_or(|after| after == tensor)));
         assert!(floats(&load_as(&out, DType::Bf16).1) == floats(&weights), "{bytes_max}");
+    }
+}
+
+#[test]
+fn a_frozen_base_in_nf4_has_the_experts_up_to_its_precision() {
+    let (dir, head) = (directory(NAME), Head::LanguageModel);
+    let (arch, weights) = load_as(&dir, DType::F32);
+    let source = load::ModelFiles { dir: &dir, adapter: None, arch: &arch, head }.source().expect("the files");
+    for part in ["gate", "up", "down"] {
+        let name = format!("model.layers.1.mlp.experts.3.{part}_proj.weight");
+        let nf4 = source.nf4(&name).expect("finite values").expect("a projection");
+        let mut got = vec![0.0; nf4.n * nf4.k];
+        nf4.read(0, &mut got);
+        let spec = weights.table.spec(weights.table.find(&name).expect("a matrix"));
+        let apart = relative_gap(&got, &pack::unpack(spec, &floats(&weights)[spec.range()]));
+        assert!((1e-3..0.15).contains(&apart), "{part}: {apart}");
     }
 }
 
