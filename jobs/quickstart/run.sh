@@ -2,7 +2,8 @@
 # Trains a small model from scratch on this machine's CPU. It makes a corpus of arithmetic questions and a tokenizer,
 # fine-tunes a new model on noisy demonstrations, improves it with PPO against a rule, and compares both models.
 # Usage: jobs/quickstart/run.sh [key.path=value ...]     (overrides for the PPO job; FRESH=1 starts over)
-# MODEL=qwen3_5.json trains a model of that shape instead of model.json: layers with the gated delta rule.
+# MODEL=qwen3_5.json trains a model of that shape instead of model.json: layers with the gated delta rule. With
+# MODEL=qwen3_moe.json layers have mixtures of experts.
 # Run the same command again to resume. All results are in jobs/quickstart/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

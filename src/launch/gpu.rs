@@ -312,11 +312,11 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
     let group_max = |layer: &AttentionSpec| kv_cache::group_max(layer.head_dim);
     let on_gpu = "with job.device = \"gpu\"";
-    let what = if let Some(layer) = arch.attentions().find(|layer| !HEAD_DIMS.contains(&layer.head_dim)) {
+    let what = if let Some(what) = without_kernel(arch) {
+        format!("{what} has no GPU kernel")
+    } else if let Some(layer) = arch.attentions().find(|layer| !HEAD_DIMS.contains(&layer.head_dim)) {
         let (dim, known) = (layer.head_dim, HEAD_DIMS.map(|dim| dim.to_string()).join(", "));
         format!("the head dim must be one of {known} {on_gpu} (got {dim})")
-    } else if let Some(what) = without_kernel(arch) {
-        format!("{what} has no GPU kernel")
     } else if let Some((name, width)) = widths.find(|(_, width)| !width.is_multiple_of(8)) {
         format!("{name} must be a multiple of 8 {on_gpu} (got {width})")
     } else if let Some(spec) = arch.feeds().find_map(Feed::experts).filter(|spec| !experts_fit(spec)) {

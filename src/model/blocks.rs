@@ -99,12 +99,18 @@ fn latent(c: &Reader, heads: usize, defaults: Latent) -> Result<LatentSpec> {
         return Err(c.wrong("num_key_value_heads", &what));
     }
     let count = |key: &str, default: usize| Ok(c.count(key)?.unwrap_or(default));
+    // transformers writes the number of rotated columns under both names.
+    let head_dim = c.count("head_dim")?;
+    let rotated = count("qk_rope_head_dim", head_dim.unwrap_or(64))?;
+    if let Some(other) = head_dim.filter(|other| *other != rotated) {
+        return Err(c.wrong("head_dim", &format!("must be qk_rope_head_dim, {rotated} (got {other})")));
+    }
     let q_rank = if c.has("q_lora_rank") { c.count("q_lora_rank")? } else { Some(defaults.q_rank) };
     let latent = LatentSpec {
         q_rank,
         kv_rank: count("kv_lora_rank", 512)?,
         plain: count("qk_nope_head_dim", defaults.plain)?,
-        rotated: count("qk_rope_head_dim", 64)?,
+        rotated,
         value: count("v_head_dim", defaults.value)?,
         is_interleaved: c.flag("rope_interleave")?.unwrap_or(true),
     };

@@ -54,7 +54,7 @@ impl Family {
         })?;
         match model_type {
             // Kimi K2 names the class of DeepSeek-V3.
-            Some(name) if reason(name).is_some() => Err(refused("model_type", name, "")),
+            Some(name) if reason(name).is_some() => Err(Self::named(name).expect_err("it is not supported")),
             Some(name) if name != found.name => {
                 Err(Error::data(format!("model_type \"{name}\" does not match architecture \"{class}\""))
                     .hint(format!("set model_type to \"{}\" for \"{class}\"", found.name)))

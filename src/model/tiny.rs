@@ -66,14 +66,14 @@ const KEYS: &[(&str, &str)] = &[
     ),
     (
         "deepseek_v3",
-        r#"{"num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        r#"{"num_key_value_heads": 2, "head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
             "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
             "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": true,
             "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "rope_interleave": true}"#,
     ),
     (
         "glm4_moe_lite",
-        r#"{"num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        r#"{"num_key_value_heads": 2, "head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
             "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
             "n_shared_experts": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1,
             "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.5}"#,
@@ -219,6 +219,10 @@ pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
             own => own.and_then(Value::as_u64).map_or(*most, |size| (*most).min(size as usize)),
         };
         config.insert((*key).into(), own.into());
+    }
+    if let Some(rotated) = config.get("qk_rope_head_dim").cloned() {
+        config.insert("head_dim".into(), rotated);
+        config.shift_remove("qk_head_dim");
     }
     for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
         config.insert(key.into(), Value::Null);

@@ -188,14 +188,16 @@ fn the_error_for_a_family_without_support_names_what_is_missing() {
         fixture.edit("model/config.json", |config| {
             (config["model_type"], config["architectures"]) = (json!(model_type), json!([class]));
         });
-        let words = [&*format!("architecture \"{class}\" is not supported: "), missing];
-        fixture
-            .run(&["generate", "--model", "model", "--prompt", "1+1="])
-            .refused(65, &words)
-            .hinted("use one of Llama");
+        let refused = fixture.run(&["generate", "--model", "model", "--prompt", "1+1="]);
+        let of_class = format!("architecture \"{class}\" is not supported: ");
+        let of_type = format!("model_type \"{model_type}\" is not supported: ");
+        if class.starts_with("DeepseekV3") {
+            refused.refused(65, &[&of_type, missing]).hinted("use one of llama");
+        } else {
+            refused.refused(65, &[&of_class, missing]).hinted("use one of Llama");
+        }
         fixture.edit("model/config.json", |config| drop(config.as_object_mut().unwrap().remove("architectures")));
-        let words = [&*format!("model_type \"{model_type}\" is not supported: "), missing];
-        fixture.run(&["info", "model"]).refused(65, &words).hinted("use one of llama");
+        fixture.run(&["info", "model"]).refused(65, &[&of_type, missing]).hinted("use one of llama");
     }
     let around = json!({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}});
     fixture.write("around/config.json", around.to_string());
