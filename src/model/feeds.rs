@@ -7,6 +7,9 @@ use crate::error::Result;
 use crate::ops::glu::Activation;
 use serde_json::Value;
 
+/// A number of experts above that of any real model. It bounds what a damaged config.json can make the program allocate.
+const EXPERTS_MAX: usize = 1 << 14;
+
 /// Reads the MLP or the mixture of each layer.
 ///
 /// # Errors
@@ -27,6 +30,9 @@ fn experts(c: &Reader, mixture: &Mixture, activation: Activation) -> Result<Expe
     let mut count = mixture.count;
     for key in ["n_routed_experts", "num_local_experts", "num_experts"] {
         count = c.count(key)?.unwrap_or(count);
+        if count > EXPERTS_MAX {
+            return Err(c.wrong(key, &format!("must be at most {EXPERTS_MAX} (got {count})")));
+        }
     }
     let top_k = c.count("num_experts_per_tok")?.unwrap_or(mixture.top_k);
     if top_k > count {

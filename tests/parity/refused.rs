@@ -226,6 +226,32 @@ fn an_unsupported_config_is_rejected_and_its_key_is_named() {
 }
 
 #[test]
+fn keys_of_routers_and_of_latent_attention_that_fit_no_model_are_named() {
+    for (key, value, message) in [
+        ("n_routed_experts", json!(1 << 30), "n_routed_experts must be at most 16384 (got 1073741824)"),
+        ("num_experts_per_tok", json!(9), "num_experts_per_tok must be at most 8, the number of experts (got 9)"),
+        ("n_group", json!(3), "n_group must divide the 8 experts into groups of at least 2 (got 3)"),
+        ("n_group", json!(8), "n_group must divide the 8 experts into groups of at least 2 (got 8)"),
+        ("topk_group", json!(1), "topk_group must be 1 to 4 groups with at least 3 experts together (got 1)"),
+        ("topk_group", json!(5), "topk_group must be 1 to 4 groups"),
+        ("scoring_func", json!("softmax"), "scoring_func must be \"sigmoid\" (got \"softmax\")"),
+        ("topk_method", json!("greedy"), "topk_method must be \"noaux_tc\" (got \"greedy\")"),
+        ("moe_layer_freq", json!(2), "moe_layer_freq must be 1 (got 2)"),
+        ("num_key_value_heads", json!(2), "num_key_value_heads must be num_attention_heads (4) in this family (got 2)"),
+        ("head_dim", json!(8), "head_dim must be qk_rope_head_dim, 6 (got 8)"),
+        ("kv_lora_rank", json!(13), "kv_lora_rank must be even (got 13)"),
+    ] {
+        let dir = copy("deepseek_v3");
+        config(dir.path(), key, value);
+        refuses(dir.path(), &[message]);
+    }
+    let dir = copy("deepseek_v3");
+    let name = "model.layers.1.mlp.gate.e_score_correction_bias";
+    edit_safetensors(&dir.path().join("model.safetensors"), |header, _| rename(header, name, "other"));
+    refuses(dir.path(), &[&format!("tensor {name} is missing"), "hint: "]);
+}
+
+#[test]
 fn a_reward_model_is_not_a_language_model_and_must_have_its_head() {
     refuses(&directory("reward"), &["is a value or reward model", "hint: "]);
     let dir = copy("reward");
