@@ -4,7 +4,6 @@
 use super::job::{DeviceName, Gemm};
 use super::limits::{self, Ranges};
 use super::method::Uses;
-use super::model::Quantize;
 use super::{Config, TABLES};
 use crate::error::{Error, Result};
 
@@ -21,10 +20,6 @@ impl Config {
         self.check_texts().and(self.check_steps())?;
         for (key, path) in [("job.dir", &self.job.dir), ("model.actor", &self.model.actor)] {
             Error::need(!path.as_os_str().is_empty(), format!("{key} must be a directory (got an empty string)"))?;
-        }
-        if self.mesh.expert > 1 && self.model.quantize == Quantize::Nf4 {
-            let message = format!("mesh.expert = {} does not support model.quantize = \"nf4\"", self.mesh.expert);
-            return Err(Error::usage(message).hint("set mesh.expert = 1"));
         }
         if self.job.gemm == Gemm::Cublaslt && self.job.device == DeviceName::Cpu {
             return Err(Error::usage("job.gemm = \"cublaslt\" needs GPUs (got job.device = \"cpu\")")

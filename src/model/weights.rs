@@ -171,10 +171,13 @@ impl Weights {
         gathered.map(|gathered| &gathered.partition)
     }
 
-    /// The bytes of all values in the layout of `table`, without the base.
+    /// The bytes of a copy with all values in the layout of `table`, without the base. It shares units in nf4 that this
+    /// rank has whole.
     pub fn whole_bytes(&self, table: &ParamTable) -> usize {
-        let of = |(unit, range): (usize, &Range<usize>)| {
-            self.quantized_unit(unit).map_or(range.len() * self.dtype.bytes(), |unit| unit.whole_bytes())
+        let of = |(unit, range): (usize, &Range<usize>)| match (self.quantized_unit(unit), self.partition(unit)) {
+            (None, _) => range.len() * self.dtype.bytes(),
+            (Some(quantized), Some(partition)) => partition.parts(unit) * quantized.shared_bytes(),
+            (Some(_), None) => 0,
         };
         table.units().iter().enumerate().map(of).sum()
     }
@@ -267,7 +270,7 @@ impl Weights {
         let partition = gathered.partition.clone();
         let stream = gathered.streams.of(&partition, unit);
         if let Some(quantized) = self.quantized_unit(unit) {
-            let job = owned_by(owner, || quantized.gathering(partition.place()));
+            let job = owned_by(owner, || quantized.gathering(partition.sharing(unit)));
             return stream.submit(|group| Whole::Quantized(Arc::new(job(group))));
         }
         let (range, len) = (partition.shared(unit), partition.padded_len(unit));
@@ -279,13 +282,36 @@ impl Weights {
         })
     }
 
+    /// Starts to gather all of a unit into memory of `owner`, whatever this rank holds of it. Units in nf4 that are here
+    /// are shared.
+    fn gather_all(&self, gathered: &Gathered, unit: usize, owner: &'static str) -> Pending<Whole> {
+        let (partition, is_share) = (gathered.partition.clone(), gathered.on_use);
+        let whole = match self.quantized_unit(unit).cloned() {
+            Some(quantized) if partition.is_divided(unit) => {
+                return gathered.streams.all.submit(move |group| {
+                    let all = || quantized.with_all_experts(group, &partition, unit, is_share);
+                    Whole::Quantized(Arc::new(owned_by(owner, all)))
+                });
+            }
+            _ if is_share => return self.gather(gathered, unit, owner),
+            Some(quantized) => Whole::Quantized(quantized),
+            None => {
+                let mut values = owned_by(owner, || UnitValues::scratch(&self.table, unit, self.dtype));
+                values.copy_part(self.local(unit));
+                values.refresh();
+                Whole::Values(Arc::new(values))
+            }
+        };
+        gathered.streams.all.submit(move |_| whole)
+    }
+
     /// A copy of sharded weights with all units gathered, and the bytes received for it. A collective.
     ///
     /// # Panics
     /// If weights are not sharded.
     pub(super) fn all_gathered(&self) -> (Self, usize) {
         let gathered = self.gathered.as_ref().expect("sharded weights");
-        let under_way: Vec<_> = (0..self.units.len()).map(|u| self.gather(gathered, u, owner())).collect();
+        let under_way: Vec<_> = (0..self.units.len()).map(|u| self.gather_all(gathered, u, owner())).collect();
         let (mut units, mut quantized, mut received) = (Vec::new(), Vec::new(), 0);
         for (u, pending) in under_way.into_iter().enumerate() {
             match pending.wait() {

@@ -1,6 +1,6 @@
 //! What a run does is counted: reward models, a rollout that runs ahead, sampling masks, and every owner of memory.
 
-use super::models::{NAMED, a800, arch, archs, job, small};
+use super::models::{NAMED, a800, arch, archs, job, mixture, small};
 use rlhf_hpc::config::job::DeviceName;
 use rlhf_hpc::config::mesh::RoleName::{Actor, Reward, Rollout};
 use rlhf_hpc::config::{self, Config};
@@ -109,6 +109,29 @@ fn a_base_in_nf4_is_shared_over_data_ranks_at_stage_3() {
         chosen.main().memory.bytes_of(Phase::Train, "weights of the frozen base")
     });
     assert!((0.95..1.05).contains(&(2.0 * half as f64 / whole as f64)), "{half} of {whole} bytes");
+}
+
+#[test]
+fn an_expert_axis_divides_experts_in_nf4_and_its_traffic_is_counted() {
+    let archs = archs(&mixture(), false);
+    let on = |expert: usize, more: &[&str]| {
+        let expert = format!("mesh.expert={expert}");
+        let chosen = chosen(&[&["mesh.zero=2", &expert], more].concat(), &archs, 4);
+        let parts = chosen.main().time.parts.iter().filter(|part| part.name.ends_with("all_to_all over expert"));
+        (chosen.main().memory.clone(), parts.map(|part| part.work.bytes).sum::<f64>())
+    };
+    let adapters = ["lora.rank=8", "model.quantize=nf4"];
+    let bases = [1, 2, 4].map(|expert| {
+        let (memory, moved) = on(expert, &adapters);
+        assert_eq!(moved > 0.0, expert > 1, "{moved} bytes");
+        memory.bytes_of(Phase::Train, "weights of the frozen base") as f64
+    });
+    // With two ranks, half of the experts are elsewhere; with four, another quarter.
+    let [half, quarter] = [bases[0] - bases[1], bases[1] - bases[2]];
+    assert!(half > 0.3 * bases[0] && (1.9..2.1).contains(&(half / quarter)), "{bases:?}");
+    let [(whole, _), (divided, moved)] = [1, 2].map(|expert| on(expert, &[]));
+    let [whole, divided] = [whole, divided].map(|memory| memory.bytes_of(Phase::Train, "weights") as f64);
+    assert!(moved > 0.0 && divided < 0.75 * whole, "{divided} of {whole} bytes, {moved} bytes moved");
 }
 
 /// The memory of one rank on a CPU.

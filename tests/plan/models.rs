@@ -27,6 +27,17 @@ pub fn small() -> Value {
     })
 }
 
+/// The same with eight experts in each layer.
+pub fn mixture() -> Value {
+    let mut config = small();
+    let keys = json!({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 704, "norm_topk_prob": true, "head_dim": 32,
+    });
+    config.as_object_mut().expect("an object").extend(keys.as_object().expect("an object").clone());
+    config
+}
+
 pub fn arch(config: &Value) -> Arch {
     Arch::from_config(config.as_object().expect("an object")).expect("a model")
 }

@@ -15,12 +15,16 @@ use rlhf_hpc::learn::Role;
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::load::{ModelFiles, load_base};
-use rlhf_hpc::model::partition::BLOCK;
+use rlhf_hpc::model::params::ParamSpec;
+use rlhf_hpc::model::partition::{BLOCK, Shards};
 use rlhf_hpc::model::{Arch, Head, ParamId, Reshard, Saved, TensorPart, Transformer, Weights, export, init};
 use rlhf_hpc::optim::host_state::Vector;
 use rlhf_hpc::tensor::DType;
-use serde_json::json;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::ops::Range;
+use std::rc::Rc;
+use tempfile::TempDir;
 
 pub const TESTS: &[Test] = &[
     Test {
@@ -32,6 +36,11 @@ pub const TESTS: &[Test] = &[
     Test { name: "units are reduced as soon as their backward is done", ranks: &[2], check: early },
     Test { name: "a gradient that is not a number is rejected on all ranks at every stage", ranks: &[3], check: nan },
     Test { name: "a base in nf4 has the bits of one rank in equal shares", ranks: &[2, 3], check: quantized },
+    Test {
+        name: "a base in nf4 on an expert axis has the bits of one rank, and each rank has its own experts",
+        ranks: &[2, 4],
+        check: quantized_experts,
+    },
     Test { name: "fixed order has the bits of one rank at stages 0 and 1", ranks: &[4], check: fixed },
 ];
 
@@ -43,12 +52,15 @@ const LENGTHS: [(usize, usize); 11] =
     [(1, 3), (2, 10), (3, 4), (4, 11), (1, 5), (2, 12), (3, 6), (4, 13), (1, 7), (2, 1), (3, 8)];
 
 fn arch(family: &str, tied: bool) -> Arch {
-    let keys = json!({
+    models::arch(family, &keys(tied))
+}
+
+fn keys(tied: bool) -> Value {
+    json!({
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": tied,
         "initializer_range": 0.02,
-    });
-    models::arch(family, &keys)
+    })
 }
 
 fn setting(family: &str, tied: bool) -> Setting {
@@ -253,40 +265,96 @@ fn nan(world: &World) {
     }
 }
 
-fn quantized(world: &World) {
-    let (axes, dir) = (data_axes(world), tempfile::tempdir().expect("a folder"));
-    let (arch, head) = (arch("qwen3", false), Head::LanguageModel);
-    let random = init::init(&arch, head, DType::F32, 3);
-    export::export(dir.path(), &arch, &random, DType::F32, None).expect("an export");
-    let arch = Arch::load(dir.path()).expect("a model");
-    let files = ModelFiles { dir: dir.path(), adapter: None, arch: &arch, head };
-    let names = random.table.specs().iter().map(|spec| spec.name.clone()).collect();
-    for dtype in [DType::F32, DType::Bf16] {
-        let base = |axes: &Axes, stage| {
-            load_base(Device::Cpu, &files, &names, dtype, axes, stage, true, true).expect("a base")
+/// A random model in a folder.
+struct Files {
+    dir: TempDir,
+    arch: Arch,
+    names: BTreeSet<String>,
+}
+
+impl Files {
+    fn random(arch: &Arch) -> Self {
+        let dir = tempfile::tempdir().expect("a folder");
+        let random = init::init(arch, Head::LanguageModel, DType::F32, 3);
+        export::export(dir.path(), arch, &random, DType::F32, None).expect("an export");
+        let names = random.table.specs().iter().map(|spec| spec.name.clone()).collect();
+        Self { arch: Arch::load(dir.path()).expect("a model"), dir, names }
+    }
+
+    /// All of it as a base in nf4.
+    fn base(&self, dtype: DType, axes: &Axes, stage: usize) -> Rc<Weights> {
+        let files = ModelFiles { dir: self.dir.path(), adapter: None, arch: &self.arch, head: Head::LanguageModel };
+        load_base(Device::Cpu, &files, &self.names, dtype, axes, stage, true, true).expect("a base")
+    }
+
+    /// The weights of a rollout from those of a base, and the bytes received for them.
+    fn gathered(&self, base: &Weights, axes: &Axes) -> (Weights, usize) {
+        let transformer = Transformer::for_axes(&self.arch, &base.table, axes);
+        Reshard::new(&transformer, &base.table, axes, TensorPart::whole(), None).weights(base)
+    }
+}
+
+/// Asserts that the parameters that a rank `has` equal those of the whole base.
+fn assert_bits(weights: &Weights, alone: &Weights, has: impl Fn(usize, &ParamSpec) -> bool, what: &str) {
+    for (index, spec) in alone.table.specs().iter().enumerate() {
+        let (id, unit) = (ParamId::own(index), alone.table.unit_of(ParamId::own(index)));
+        if !has(unit, spec) {
+            continue;
+        }
+        weights.prefetch((unit + 1) % alone.table.units().len());
+        let values = |weights: &Weights| {
+            let unit = weights.unit(unit);
+            let vector = if spec.shape.len() < 2 { unit.vector(id).f32().to_vec() } else { Vec::new() };
+            (format!("{:?}", unit.weight(id).values), vector)
         };
-        let [alone, shared] = [base(&Axes::one(), 0), base(&axes, 3)];
-        let transformer = Transformer::for_axes(&arch, &shared.table, &axes);
-        let reshard = Reshard::new(&transformer, &shared.table, &axes, TensorPart::whole(), None);
-        let (whole, received) = reshard.weights(&shared);
+        assert!(values(weights) == values(alone), "{what}: {}", spec.name);
+    }
+}
+
+fn quantized(world: &World) {
+    let (axes, files) = (data_axes(world), Files::random(&arch("qwen3", false)));
+    for dtype in [DType::F32, DType::Bf16] {
+        let [alone, shared] = [files.base(dtype, &Axes::one(), 0), files.base(dtype, &axes, 3)];
+        let (whole, received) = files.gathered(&shared, &axes);
         assert!(shared.is_sharded() && !whole.is_sharded() && whole.is_quantized());
         // Embedding and head are cut at whole blocks.
         let (ours, theirs, rest) = (shared.bytes(), alone.bytes(), 2 * BLOCK * dtype.bytes());
         assert!(ours < theirs / world.size + rest, "{ours} of {theirs} bytes");
         assert!(received < theirs - theirs / world.size + rest, "{received} of {theirs} bytes");
         for weights in [&*shared, &whole] {
-            for (index, spec) in alone.table.specs().iter().enumerate() {
-                let (id, unit) = (ParamId::own(index), alone.table.unit_of(ParamId::own(index)));
-                weights.prefetch((unit + 1) % alone.table.units().len());
-                let values = |weights: &Weights| {
-                    let unit = weights.unit(unit);
-                    let vector = if spec.shape.len() < 2 { unit.vector(id).f32().to_vec() } else { Vec::new() };
-                    (format!("{:?}", unit.weight(id).values), vector)
-                };
-                assert!(values(weights) == values(&alone), "{dtype:?} {}", spec.name);
-            }
+            assert_bits(weights, &alone, |_, _| true, dtype.name());
         }
         shared.release();
+    }
+}
+
+fn quantized_experts(world: &World) {
+    let mut keys = keys(false);
+    for (key, value) in [("num_experts", 8), ("num_experts_per_tok", 2), ("moe_intermediate_size", 40)] {
+        keys[key] = value.into();
+    }
+    let files = Files::random(&models::arch("qwen3_moe", &keys));
+    for (expert, stage) in [(2, 1), (2, 3), (world.size, 2), (world.size, 3)] {
+        let axes = Axes::split_mesh(&world.group(), &Mesh { expert, ..Mesh::data_only(world.size) });
+        let base = |axes: &Axes, stage| files.base(DType::F32, axes, stage);
+        let [alone, divided, all] = [base(&Axes::one(), 0), base(&axes, stage), base(&data_axes(world), stage)];
+        let partition = Shards::new(&divided.table, &axes, stage).partition;
+        let own = |unit: usize, spec: &ParamSpec| {
+            let (held, range) = (partition.shared(unit), spec.range());
+            held.start <= range.start && range.end <= held.end
+        };
+        let what = format!("{expert} ranks of experts, stage {stage}");
+        let experts: usize =
+            alone.table.specs().iter().filter(|spec| spec.name.contains(".experts.")).map(|s| s.len).sum();
+        // At stage 3 data ranks share experts without an axis, too.
+        let elsewhere = if stage == 3 { 0 } else { (experts - experts / expert) / 2 };
+        let [ours, theirs] = [divided.bytes(), all.bytes()];
+        assert!(ours + elsewhere < theirs + 1024, "{what}: {ours} of {theirs} bytes");
+        assert_bits(&divided, &alone, own, &what);
+        let (whole, received) = files.gathered(&divided, &axes);
+        assert!(!whole.is_sharded() && received >= (experts - experts / expert) / 2, "{what}: {received} bytes");
+        assert_bits(&whole, &alone, |_, _| true, &what);
+        divided.release();
     }
 }
 

@@ -95,6 +95,32 @@ fn a_ppo_job_with_experts_on_several_ranks_has_the_metrics_of_one_rank_and_resum
     }
 }
 
+#[test]
+fn adapters_on_experts_in_nf4_on_several_ranks_have_the_metrics_of_one_rank_and_resume_bitwise() {
+    families::make("qwen3_moe-stacked", "quantized-experts");
+    let sets = "model.actor=quantized-experts lora.rank=3 lora.alpha=6 optim.actor.lr=0.02 model.quantize=nf4 \
+                job.steps=2 ppo.minibatch_samples=16 rollout.response_tokens_max=16 checkpoint.every_steps=1";
+    let job = |run: &str, ranks, layout: &str| {
+        Job::ppo(&format!("quantized-experts-{run}")).on(ranks).with(sets).with(layout)
+    };
+    let alone = job("alone", 0, "").done();
+    let mut done = Vec::new();
+    for (ranks, expert, stage) in [(2, 2, 1), (4, 2, 2), (4, 2, 3), (4, 4, 3)] {
+        let (layout, run) = (format!("mesh.expert={expert} mesh.zero={stage}"), format!("{ranks}-{expert}-{stage}"));
+        let whole = job(&run, ranks, &layout).done();
+        assert_near(&whole, &alone, &layout);
+        assert_eq!(whole.numbers("logprob_gap_max"), [0.0; 2], "{layout}");
+        assert_eq!(whole.numbers("experts_equal_ratio"), [1.0; 2], "{layout}");
+        let stopped = job(&format!("{run}-stopped"), ranks, &layout);
+        for _ in 0..2 {
+            stopped.clone().with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
+        }
+        stopped.done().assert_same(&whole);
+        done.push(whole);
+    }
+    done[2].assert_same(&done[1]);
+}
+
 /// Sinks of heads and biases of experts are divided, or whole on each rank.
 #[test]
 fn a_ppo_job_on_gpt_oss_on_several_ranks_has_the_metrics_of_one_rank() {

@@ -77,9 +77,14 @@ impl Partition {
         self.ranks
     }
 
-    /// This rank, and the number of ranks.
-    pub fn place(&self) -> [usize; 2] {
-        [self.rank, self.ranks]
+    /// The number of different parts of the unit that ranks hold: 1, or that of ranks of an expert axis.
+    pub fn parts(&self, unit: usize) -> usize {
+        self.ranks / self.units[unit].shares.len()
+    }
+
+    /// This rank's place among the ranks that share its part of the unit, and their number.
+    pub fn sharing(&self, unit: usize) -> [usize; 2] {
+        [self.rank / self.parts(unit), self.units[unit].shares.len()]
     }
 
     /// The number of units.
@@ -99,7 +104,7 @@ impl Partition {
 
     /// Whether ranks hold different parts of the unit: experts on an expert axis.
     pub fn is_divided(&self, unit: usize) -> bool {
-        self.units[unit].shares.len() < self.ranks
+        self.parts(unit) > 1
     }
 
     /// The part of the unit that this rank shares with others, in the flat vector.
@@ -163,7 +168,7 @@ pub struct Shards {
 #[derive(Clone, Debug)]
 pub struct Streams {
     /// All ranks of the ZeRO axis.
-    all: Arc<Stream>,
+    pub all: Arc<Stream>,
     /// The ranks that hold the same experts.
     replicas: Arc<Stream>,
 }

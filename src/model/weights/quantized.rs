@@ -2,7 +2,7 @@
 //! reads the codes; otherwise the whole unit is dequantized.
 
 use super::UnitValues;
-use super::partition::Shards;
+use super::partition::{Partition, Shards};
 use crate::comm::Group;
 use crate::device::cuda::{self, Arg, Memory, owned_by};
 use crate::device::{Device, null};
@@ -23,6 +23,8 @@ pub struct QuantizedUnits {
 
 /// A unit in nf4.
 pub struct QuantizedUnit {
+    /// The part of the unit in the flat vector: all of it, or the experts that this rank computes.
+    range: Range<usize>,
     /// The flat range of each matrix, and its place in `words`.
     matrices: Arc<Vec<(Range<usize>, Place)>>,
     /// Codes and scales of all matrices, two bytes a word: all of them, or this rank's share. Shares are equally long.
@@ -64,7 +66,8 @@ impl QuantizedUnit {
         mut fill: impl FnMut(UnitValues) -> Result<UnitValues, E>,
     ) -> Result<Self, E> {
         let (mut matrices, mut vectors, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
-        for (id, range) in table.parts(&table.units()[unit]) {
+        let held = shards.partition.shared(unit);
+        for (id, range) in table.parts(&held) {
             let spec = table.spec(id);
             if !is_quantized(table, unit, spec) {
                 vectors.push(fill(UnitValues::of_range(table, range, dtype))?);
@@ -76,9 +79,10 @@ impl QuantizedUnit {
             place.write(&nf4.view(), &mut bytes);
             matrices.push((range, place));
         }
-        let share = share(bytes.len(), shards);
+        let share = share(bytes.len(), shards, unit);
         bytes.resize(bytes.len().max(share.end), 0);
         Ok(Self {
+            range: held,
             matrices: Arc::new(matrices),
             words: words(table.device(), &bytes[share]),
             vectors: Arc::new(vectors),
@@ -88,7 +92,8 @@ impl QuantizedUnit {
     /// A unit of a plan, which has no values.
     pub fn planned(table: &Arc<ParamTable>, unit: usize, dtype: DType, shards: &Shards) -> Self {
         let (mut matrices, mut vectors, mut end) = (Vec::new(), Vec::new(), 0);
-        for (id, range) in table.parts(&table.units()[unit]) {
+        let held = shards.partition.shared(unit);
+        for (id, range) in table.parts(&held) {
             if is_quantized(table, unit, table.spec(id)) {
                 let place = planned_place(table.spec(id), end);
                 end = place.end;
@@ -97,8 +102,8 @@ impl QuantizedUnit {
                 vectors.push(UnitValues::of_range(table, range, dtype));
             }
         }
-        let words = Flat::weights(table.device(), DType::Bf16, share(end, shards).len() / 2);
-        Self { matrices: Arc::new(matrices), words, vectors: Arc::new(vectors) }
+        let words = Flat::weights(table.device(), DType::Bf16, share(end, shards, unit).len() / 2);
+        Self { range: held, matrices: Arc::new(matrices), words, vectors: Arc::new(vectors) }
     }
 
     /// A job that gathers the words, of which each rank has a share.
@@ -107,15 +112,56 @@ impl QuantizedUnit {
         let shares: Vec<Range<usize>> = (0..ranks).map(|rank| rank * each..(rank + 1) * each).collect();
         let mut words = Flat::weights(self.words.device(), DType::Bf16, ranks * each);
         words.all_mut().copy_from(self.words.all(), &Piece::run(0, each), &Piece::run(rank * each, each));
-        let (matrices, vectors) = (self.matrices.clone(), self.vectors.clone());
+        let (range, matrices, vectors) = (self.range.clone(), self.matrices.clone(), self.vectors.clone());
         move |group| {
             group.gather_slice(words.all_mut(), &shares);
-            Self { matrices, words, vectors }
+            Self { range, matrices, words, vectors }
         }
     }
 
-    /// The bytes of all ranks' shares, without padding.
-    pub fn whole_bytes(&self) -> usize {
+    /// The whole unit, of which ranks hold different experts: this one those in `words`, or a share of them. A collective
+    /// of all ranks of `partition`.
+    ///
+    /// # Panics
+    /// If the unit has norms or biases.
+    pub fn with_all_experts(&self, group: &Group, partition: &Partition, unit: usize, is_share: bool) -> Self {
+        assert!(self.vectors.is_empty(), "experts have matrices only");
+        let (parts, [place, sharing]) = (partition.parts(unit), partition.sharing(unit));
+        let own_len = self.words.len() * if is_share { sharing } else { 1 };
+        let own: Vec<u64> = [own_len as u64].into_iter().chain(self.matrices.iter().flat_map(numbers)).collect();
+        let all = group.all_gather_numbers(&own);
+        // Neighbours have different parts, which are laid end to end.
+        let mut end = 0;
+        let begins = all[..parts].iter().map(|numbers| {
+            end += numbers[0] as usize;
+            end - numbers[0] as usize
+        });
+        let begins: Vec<usize> = begins.collect();
+        // Each rank sends an equal share of its part.
+        let share = |len: usize, place: usize| place * len / sharing..(place + 1) * len / sharing;
+        let from = |(rank, numbers): (usize, &Vec<u64>)| {
+            let (begin, share) = (begins[rank % parts], share(numbers[0] as usize, rank / parts));
+            begin + share.start..begin + share.end
+        };
+        let from: Vec<Range<usize>> = all.iter().enumerate().map(from).collect();
+        let sent = if is_share { 0..self.words.len() } else { share(own_len, place) };
+        let mut words = Flat::weights(self.words.device(), DType::Bf16, end);
+        group.slice_to_all(self.words.all(), &vec![sent; all.len()], words.all_mut(), &from);
+        let (range, mut matrices) = (partition.unit(unit), Vec::with_capacity(parts * self.matrices.len()));
+        for (part, (numbers, begin)) in all[..parts].iter().zip(begins).enumerate() {
+            let mut end = begin * size_of::<u16>();
+            for ((own, place), numbers) in self.matrices.iter().zip(numbers[1..].chunks_exact(3)) {
+                let place = Place::new([place.n, place.k], nested(numbers), end);
+                end = place.end;
+                let start = range.start + part * self.range.len() + own.start - self.range.start;
+                matrices.push((start..start + own.len(), place));
+            }
+        }
+        Self { range, matrices: Arc::new(matrices), words, vectors: self.vectors.clone() }
+    }
+
+    /// The bytes of all shares of this rank's part of the unit, without padding.
+    pub fn shared_bytes(&self) -> usize {
         self.matrices.last().map_or(0, |(_, place)| place.end) + self.vectors_bytes()
     }
 
@@ -163,9 +209,19 @@ impl QuantizedUnit {
     }
 }
 
-/// This rank's share of `bytes` bytes. The last shares may be longer than the rest of them.
-fn share(bytes: usize, shards: &Shards) -> Range<usize> {
-    let [rank, ranks] = if shards.weights() { shards.partition.place() } else { [0, 1] };
+/// The numbers of a matrix's quantized scales that are not among its words, if it has such scales.
+fn numbers((_, place): &(Range<usize>, Place)) -> [u64; 3] {
+    place.nested.map_or([0; 3], |(offset, first)| [1, offset.to_bits().into(), first as u64])
+}
+
+/// The reverse of `numbers`.
+fn nested(numbers: &[u64]) -> Option<(f32, usize)> {
+    (numbers[0] == 1).then(|| (f32::from_bits(numbers[1] as u32), numbers[2] as usize))
+}
+
+/// This rank's share of the `bytes` bytes of a unit. The last shares may be longer than the rest of them.
+fn share(bytes: usize, shards: &Shards, unit: usize) -> Range<usize> {
+    let [rank, ranks] = if shards.weights() { shards.partition.sharing(unit) } else { [0, 1] };
     let each = bytes.div_ceil(ranks).next_multiple_of(16);
     rank * each..(rank + 1) * each
 }
@@ -201,7 +257,7 @@ impl QuantizedUnits {
         }
         // Its memory serves the next one.
         *cache = None;
-        let mut values = owned_by("gathered units", || UnitValues::scratch(table, index, dtype));
+        let mut values = owned_by("gathered units", || UnitValues::of_range(table, unit.range.clone(), dtype));
         unit.dequantize(&mut values);
         let values = Arc::new(values);
         *cache = Some((index, values.clone()));
