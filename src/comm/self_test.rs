@@ -4,7 +4,7 @@
 
 use super::backends::Axis;
 use super::group::Group;
-use super::world::Axes;
+use super::world::{Axes, EXPERT, REPLICAS};
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::{Memory, Stream, gpu, owned_by};
 use crate::dtype::DType::{self, Bf16, F32};
@@ -27,15 +27,15 @@ enum Op {
     ReduceScatter(GradientOrder),
     AllGather(DType),
     Shift,
-    AllToAll,
+    AllToAll(DType),
 }
 
 impl Op {
     fn dtype(self) -> DType {
         match self {
             Self::AllReduce | Self::Shift => Bf16,
-            Self::ReduceScatter(_) | Self::AllToAll => F32,
-            Self::AllGather(dtype) => dtype,
+            Self::ReduceScatter(_) => F32,
+            Self::AllGather(dtype) | Self::AllToAll(dtype) => dtype,
         }
     }
 }
@@ -45,7 +45,9 @@ fn ops(axis: &Axis, order: GradientOrder, has_rollout: bool) -> Vec<Op> {
     match axis.stream {
         Stream::Ring => vec![Op::Shift],
         Stream::Zero => vec![Op::ReduceScatter(order), Op::AllGather(Bf16)],
-        _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll],
+        // Rows, and the weights of rows.
+        _ if axis.group.axis() == EXPERT => vec![Op::AllToAll(Bf16), Op::AllToAll(F32)],
+        _ if has_rollout => vec![Op::AllReduce, Op::AllGather(F32), Op::AllToAll(F32)],
         _ => vec![Op::AllReduce, Op::AllGather(F32)],
     }
 }
@@ -73,6 +75,7 @@ fn on_gpu(values: &[f32], dtype: DType) -> Memory {
 fn run_on_axis<T: Send + 'static>(axis: &Axis, of: &Axes, work: impl FnOnce(&Group) -> T + Send + 'static) -> T {
     match axis.stream {
         Stream::Ring => of.ring_stream.submit(move |group| work(group)).wait(),
+        Stream::Zero if axis.group.axis() == REPLICAS => of.replicas_stream.submit(move |group| work(group)).wait(),
         Stream::Zero => of.zero_stream.submit(move |group| work(group)).wait(),
         _ => work(axis.group),
     }
@@ -102,9 +105,9 @@ fn exchange(op: Op, axis: &Axis, of: &Axes, shares: Vec<Range<usize>>, mut x: Me
                 y
             })
         }
-        Op::AllToAll => {
+        Op::AllToAll(dtype) => {
             let mut y = x.clone();
-            let (send, receive) = (Slice::Cuda(x.view(F32)), SliceMut::Cuda(y.view_mut(F32)));
+            let (send, receive) = (Slice::Cuda(x.view(dtype)), SliceMut::Cuda(y.view_mut(dtype)));
             axis.group.slice_to_all(send, &shares, receive, &shares);
             y
         }
@@ -136,7 +139,7 @@ fn call(op: Op, axis: &Axis, of: &Axes) -> (String, [Vec<f32>; 2]) {
             let want = sent(before, shares[before].clone());
             ("send and receive around the ring", sent(rank, mine), 0..share, want)
         }
-        Op::AllToAll => {
+        Op::AllToAll(_) => {
             let want = (0..size).flat_map(|r| sent(r, mine.clone())).collect();
             ("all-to-all", sent(rank, all.clone()), all, want)
         }

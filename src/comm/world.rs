@@ -103,6 +103,10 @@ fn along(all: &Group, axis: &'static str, color: usize, (rank, size): (usize, us
     if all.is_null() { Group::null_every(stride, axis, rank, size) } else { all.split(axis, color, rank) }
 }
 
+/// The names of the axes of experts.
+pub(super) const EXPERT: &str = "expert";
+pub(super) const REPLICAS: &str = "expert replicas";
+
 /// The groups of this rank, one per axis.
 #[derive(Clone, Debug)]
 pub struct Axes {
@@ -114,11 +118,13 @@ pub struct Axes {
     pub zero: Group,
     /// Neighbours on `zero` that divide the experts of a layer.
     pub expert: Group,
+    /// The ranks of `zero` that have the same experts. This rank alone without an expert axis.
+    pub replicas: Group,
     /// All ranks of the mesh.
     pub all: Group,
     /// Collectives over `zero` in the background.
     pub zero_stream: Arc<Stream>,
-    /// The same over the ranks of `zero` that have the same experts.
+    /// The same over `replicas`, or over `zero` without an expert axis.
     pub replicas_stream: Arc<Stream>,
     /// Exchanges over `sequence` in the background.
     pub ring_stream: Arc<Stream>,
@@ -147,18 +153,21 @@ impl Axes {
         let zero_stream = Arc::new(Stream::new("zero", &zero));
         let (expert, replica) = (shards.0 % mesh.expert, shards.0 / mesh.expert);
         let color = |of: usize| (of * mesh.pipeline + pipeline) * mesh.tensor + tensor;
-        let replicas_stream = if mesh.expert == 1 {
-            zero_stream.clone()
+        let (replicas, replicas_stream) = if mesh.expert == 1 {
+            (Group::one(), zero_stream.clone())
         } else {
             let (place, stride) = ((replica, shards.1 / mesh.expert), mesh.expert * mesh.tensor);
-            Arc::new(Stream::new("replicas", &along(all, "expert replicas", color(expert), place, stride)))
+            let replicas = along(all, REPLICAS, color(expert), place, stride);
+            let stream = Arc::new(Stream::new("replicas", &replicas));
+            (replicas, stream)
         };
         let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence), mesh.tensor);
         Self {
             data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data), mesh.pipeline * stride),
             pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
             tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
-            expert: along(all, "expert", color(replica), (expert, mesh.expert), mesh.tensor),
+            expert: along(all, EXPERT, color(replica), (expert, mesh.expert), mesh.tensor),
+            replicas,
             all: all.clone(),
             zero_stream,
             replicas_stream,

@@ -111,7 +111,8 @@ table! {
 }
 
 impl GradientConfig {
-    /// Rejects a fixed order of sums if the layout, `mesh` with ZeRO stage `stage`, has another order.
+    /// Rejects a fixed order of sums if the layout, `mesh` with ZeRO stage `stage`, has another order. On an expert axis
+    /// the gradient of an expert is one sum over rows of several ranks, not one of each chunk of samples.
     pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {
         let cut = mesh.sequence > 1 || mesh.tensor > 1 || mesh.expert > 1 || stage > 1;
         if self.order == GradientOrder::Fast || !cut {

@@ -187,7 +187,7 @@ fn suits(config: &Config) -> Result<()> {
 
 /// The axes whose collectives of GPU values have a backend. A rollout that shards matrices as training does uses
 /// training's groups, so it has none of its own.
-fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 4] {
+fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 6] {
     let Ranks { axes, rollout_axes, .. } = ranks;
     let apart = if rollout_axes.tensor.size() == axes.tensor.size() { alone } else { &rollout_axes.tensor };
     let zero = if axes.sequence.size() > 1 { "data x sequence" } else { "data" };
@@ -195,6 +195,8 @@ fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 4] {
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
         Axis { name: zero, group: &axes.zero, stream: Stream::Zero },
+        Axis { name: "expert", group: &axes.expert, stream: Stream::Tensor },
+        Axis { name: "expert replicas", group: &axes.replicas, stream: Stream::Zero },
         Axis { name: "rollout tensor", group: apart, stream: Stream::Tensor },
     ]
 }
@@ -289,10 +291,6 @@ fn check_settings(config: &Config) -> Result<()> {
             "GPUs do not support model.dtype = \"f32\": they hold weights and activations in bf16",
         )
         .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
-    }
-    if config.mesh.expert > 1 {
-        let message = format!("GPUs do not support mesh.expert = {}", config.mesh.expert);
-        return Err(Error::usage(message).hint("set mesh.expert = 1, or job.device = \"cpu\""));
     }
     if config.rollout.keep_sampling_mask {
         return Err(Error::usage("GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet")

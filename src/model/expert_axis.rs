@@ -2,13 +2,14 @@
 //! Rows travel to the ranks of their experts and back (arXiv:2006.16668, section 3.2).
 //!
 //! A row's result does not depend on other rows, and each token adds the results of its experts itself, in
-//! ascending order. So the bits of a forward are those of one rank with all experts.
+//! ascending order. So the bits of a forward are those of one rank with all experts. Where a GPU chose the experts, the
+//! host waits for the numbers of rows.
 
 use super::context::Context;
 use crate::comm::Group;
 use crate::ops::experts::{Groups, Routing};
-use crate::ops::rows;
-use crate::tensor::{Indices, Tensor};
+use crate::ops::rows::Order;
+use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// Where the rows of one layer's experts are computed.
@@ -20,9 +21,7 @@ pub(super) struct Exchange {
     /// The rows that this rank gets of each rank (r).
     received: Vec<Range<usize>>,
     /// For each row that this rank computes, the received row: sorted by expert, and by rank within each expert.
-    order: Vec<u32>,
-    /// The inverse of `order`.
-    inverse: Vec<u32>,
+    order: Order,
     /// The rows that this rank computes, by expert.
     pub groups: Groups,
 }
@@ -43,10 +42,15 @@ impl Exchange {
     pub(super) fn new(group: &Group, routing: &Routing) -> Self {
         if group.size() == 1 {
             let [sent, received] = [Vec::new(), Vec::new()];
-            let [order, inverse] = [Vec::new(), Vec::new()];
-            return Self { group: group.clone(), sent, received, order, inverse, groups: routing.groups.clone() };
+            return Self {
+                group: group.clone(),
+                sent,
+                received,
+                order: Order::default(),
+                groups: routing.groups.clone(),
+            };
         }
-        let counts: Vec<u64> = routing.groups.counts().map(|rows| rows as u64).collect();
+        let counts: Vec<u64> = routing.counts().into_iter().map(|rows| rows as u64).collect();
         let (own, ranks) = (part(counts.len(), group.rank(), group.size()), group.size());
         let sums = |lens: Vec<u64>| -> Vec<Range<usize>> {
             let mut end = 0;
@@ -62,11 +66,10 @@ impl Exchange {
         let received = pieces.chunks(own.len()).map(|of_rank| of_rank[0].start..of_rank[own.len() - 1].end).collect();
         let by_expert = |e: usize| (0..ranks).flat_map(|rank| pieces[rank * own.len() + e].clone()).collect::<Vec<_>>();
         let sorted: Vec<Vec<usize>> = (0..own.len()).map(by_expert).collect();
-        let groups = Groups::new(sorted.iter().map(Vec::len).collect());
-        let order: Vec<u32> = sorted.into_iter().flatten().map(|row| row as u32).collect();
-        let mut inverse = vec![0; order.len()];
-        (0..).zip(&order).for_each(|(place, row)| inverse[*row as usize] = place);
-        Self { group: group.clone(), sent, received, order, inverse, groups }
+        let device = routing.probabilities.device();
+        let groups = Groups::on(device, sorted.iter().map(Vec::len).collect());
+        let order = Order::new(device, sorted.into_iter().flatten().map(|row| row as u32).collect());
+        Self { group: group.clone(), sent, received, order, groups }
     }
 
     /// Sends each row (s, d) to the rank of its expert, and returns the rows that this rank computes.
@@ -74,7 +77,7 @@ impl Exchange {
         if self.group.size() == 1 {
             return x;
         }
-        permuted(&self.moved(&x, &self.sent, &self.received), &self.order)
+        self.order.apply(&self.moved(&x, &self.sent, &self.received))
     }
 
     /// The reverse of `there`.
@@ -82,7 +85,7 @@ impl Exchange {
         if self.group.size() == 1 {
             return y;
         }
-        self.moved(&permuted(&y, &self.inverse), &self.received, &self.sent)
+        self.moved(&self.order.undo(&y), &self.received, &self.sent)
     }
 
     fn moved(&self, x: &Tensor, to: &[Range<usize>], from: &[Range<usize>]) -> Tensor {
@@ -94,10 +97,4 @@ impl Exchange {
         self.group.slice_to_all(x.slice(), &values(to), y.slice_mut(), &values(from));
         y
     }
-}
-
-fn permuted(x: &Tensor, order: &[u32]) -> Tensor {
-    let mut y = x.as_wide(order.len());
-    rows::gather(x, &Indices::from(order), &mut y);
-    y
 }

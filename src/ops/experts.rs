@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Indices, Tensor, Weight, WeightMut};
 use std::borrow::Cow;
+use std::sync::Arc;
 
 /// How a router's logits become weights of experts.
 #[derive(Clone, Debug)]
@@ -46,9 +47,9 @@ pub struct Routing {
 /// Rows that are sorted by expert.
 #[derive(Clone, Debug)]
 pub struct Groups {
-    /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1).
+    /// The rows of expert e are `ends[e]..ends[e + 1]` (E + 1); empty if only a GPU knows it.
     ends: Vec<usize>,
-    /// The same, where a GPU chose. Then the host does not know it.
+    /// The same on a GPU, for rows there.
     on_gpu: Option<GroupsOnGpu>,
 }
 
@@ -101,6 +102,18 @@ impl Routing {
     /// The chosen experts of each row (t, k), ascending. Waits for a GPU that chose.
     pub fn chosen(&self) -> Cow<'_, [u32]> {
         self.on_gpu.as_ref().map_or(Cow::Borrowed(&self.chosen), |choice| Cow::Owned(choice.chosen()))
+    }
+
+    /// The number of rows of each expert (E). Waits for a GPU that chose. On a null device all have equally many.
+    pub fn counts(&self) -> Vec<usize> {
+        let (rows, experts) = (self.row_count(), self.probabilities.width());
+        match &self.on_gpu {
+            None => self.groups.counts().collect(),
+            Some(_) if null::is_active() => {
+                (0..experts).map(|e| rows / experts + usize::from(e < rows % experts)).collect()
+            }
+            Some(choice) => choice.counts(),
+        }
     }
 
     /// The number of rows of each expert, the sum of its probabilities p, and that of -p ln p (3, E), where a GPU chose.
@@ -201,7 +214,7 @@ impl Routing {
 }
 
 impl Groups {
-    /// Groups with these numbers of rows (E).
+    /// Groups with these numbers of rows (E), for rows on a CPU.
     pub fn new(counts: Vec<usize>) -> Self {
         let mut ends = vec![0; counts.len() + 1];
         for (e, count) in counts.into_iter().enumerate() {
@@ -210,12 +223,26 @@ impl Groups {
         Self { ends, on_gpu: None }
     }
 
+    /// The same for rows on `device`.
+    pub fn on(device: Device, counts: Vec<usize>) -> Self {
+        let groups = Self::new(counts);
+        let on_gpu = || {
+            let ends: Vec<u32> = groups.ends.iter().map(|end| *end as u32).collect();
+            GroupsOnGpu {
+                ends: Arc::new(cuda::Memory::from_values(&ends)),
+                count: ends.len() - 1,
+                rows: groups.row_count(),
+            }
+        };
+        Self { on_gpu: (device == Device::Cuda).then(on_gpu), ..groups }
+    }
+
     /// The number of rows of all experts, s.
     pub fn row_count(&self) -> usize {
         self.on_gpu.as_ref().map_or_else(|| self.ends[self.ends.len() - 1], GroupsOnGpu::row_count)
     }
 
-    /// The number of rows of each expert (E), where the host knows it.
+    /// The number of rows of each expert (E), if the host knows it.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         self.ends.windows(2).map(|ends| ends[1] - ends[0])
     }
@@ -299,10 +326,11 @@ impl Groups {
     /// Counts the products of all rows with their matrices for a plan.
     fn note(&self, w: &[Weight]) {
         let (n, k) = (w[0].n, w[0].k);
-        let with_rows = match &self.on_gpu {
+        let with_rows = if self.ends.is_empty() {
             // Routers prefer different experts for different rows.
-            Some(_) => w.len().min(self.row_count()),
-            None => self.counts().filter(|rows| *rows > 0).count(),
+            w.len().min(self.row_count())
+        } else {
+            self.counts().filter(|rows| *rows > 0).count()
         };
         let read = with_rows * n * k * w[0].dtype().bytes();
         null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, read as f64);

@@ -1,6 +1,6 @@
 //! Selected rows of a tensor: y[i] = x[rows[i]], and the transpose.
 
-use crate::device::cuda::ScatterLists;
+use crate::device::cuda::{Memory, ScatterLists};
 use crate::device::{Device, cpu, cuda};
 use crate::tensor::{Indices, Tensor};
 
@@ -35,6 +35,47 @@ pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     match y.device() {
         Device::Cpu => cpu::copy::scatter(y.data(), y.width(), rows, x.data_mut()),
         Device::Cuda => cuda::copy::scatter(y.cuda(), y.width(), &ScatterLists::from_keys(rows), x.cuda_mut()),
+    }
+}
+
+/// An order of rows, which has each of them once.
+#[derive(Debug, Default)]
+pub struct Order {
+    /// The row at each place, and the place of each row.
+    ways: [Vec<u32>; 2],
+    /// The same, for rows on a GPU.
+    on_gpu: Option<[Memory; 2]>,
+}
+
+impl Order {
+    /// An order of rows on `device`.
+    pub fn new(device: Device, order: Vec<u32>) -> Self {
+        let mut inverse = vec![0; order.len()];
+        (0..).zip(&order).for_each(|(place, row)| inverse[*row as usize] = place);
+        let ways = [order, inverse];
+        let on_gpu = (device == Device::Cuda).then(|| ways.each_ref().map(|way| Memory::from_values(way)));
+        Self { ways, on_gpu }
+    }
+
+    /// y[i] = x[order[i]]
+    pub fn apply(&self, x: &Tensor) -> Tensor {
+        self.moved(x, 0)
+    }
+
+    /// y[order[i]] = x[i]
+    pub fn undo(&self, x: &Tensor) -> Tensor {
+        self.moved(x, 1)
+    }
+
+    fn moved(&self, x: &Tensor, way: usize) -> Tensor {
+        let mut y = x.as_wide(x.rows());
+        check("Order", &self.ways[way], x, &y);
+        match self.on_gpu.as_ref().map(|ways| &ways[way]) {
+            None => cpu::copy::gather(x.data(), x.width(), &self.ways[way], y.data_mut()),
+            Some(rows) if x.width() == 1 => cuda::experts::collect(x.cuda(), rows, y.cuda_mut()),
+            Some(rows) => cuda::copy::gather(x.cuda(), x.width(), rows, y.cuda_mut()),
+        }
+        y
     }
 }
 

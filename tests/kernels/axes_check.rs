@@ -17,15 +17,17 @@ use std::time::Duration;
 const WAY: &str = "EMULATED_WAY";
 const LIMIT_MS: &str = "EMULATED_LIMIT_MS";
 
-/// `2 1 2`: ranks of data, sequence and tensor.
+/// `2 1 2 1`: ranks of data, sequence, tensor and experts.
 pub fn scene(scene: &str, world: &World) {
     let sizes: Vec<usize> = scene.split(' ').map(|size| size.parse().expect("a size")).collect();
-    let [data, sequence, tensor] = sizes[..] else { panic!("no scene {scene}") };
-    let axes = Axes::split_mesh(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor, expert: 1 });
+    let [data, sequence, tensor, expert] = sizes[..] else { panic!("no scene {scene}") };
+    let axes = Axes::split_mesh(&world.group(), &Mesh { data, pipeline: 1, sequence, tensor, expert });
     let all = [
         Axis { name: "tensor", group: &axes.tensor, stream: Stream::Tensor },
         Axis { name: "sequence", group: &axes.sequence, stream: Stream::Ring },
         Axis { name: "data", group: &axes.zero, stream: Stream::Zero },
+        Axis { name: "expert", group: &axes.expert, stream: Stream::Tensor },
+        Axis { name: "expert replicas", group: &axes.replicas, stream: Stream::Zero },
     ];
     let wanted = if std::env::var(WAY).is_ok() { Collectives::Mpi } else { Collectives::Nccl };
     backends::choose(&world.group(), &all, &format!("GPU {}", world.rank), wanted).expect("a way");
@@ -50,7 +52,7 @@ fn print_line(words: &str) {
 
 /// The output of each rank in a scene, on late GPUs and on others.
 fn outputs(scene: &str, env: &[(&str, &str)]) -> Vec<String> {
-    let ranks = scene.split(' ').map(|size| size.parse::<usize>().expect("a size")).product();
+    let ranks = scene.split(' ').take(3).map(|size| size.parse::<usize>().expect("a size")).product();
     let Some((well, all)) = run_scene(ranks, &format!("axes: {scene}"), env) else { return Vec::new() };
     let is_told = |line: &&str| line.starts_with("CHECKED ") || line.starts_with("FOUND ");
     let lines: Vec<String> = all.lines().filter(is_told).map(str::to_string).collect();
@@ -63,13 +65,15 @@ fn axes_that_deliver_values_pass_and_a_wrong_value_is_named_with_its_call_and_ax
     // A faulty library that misplaces values, or loses them.
     let fault = |name: &'static str| ("EMULATED_NCCL_FAULT", name);
     let cases = [
-        ("3 1 1", &[][..], ""),
-        ("3 1 1", &[(WAY, "mpi")], ""),
-        ("1 1 2", &[LATE, ("EMULATED_PASSIVE", "1")], ""),
-        ("3 1 1", &[fault("places")], "all-gather of bf16 values over NCCL on the data axis of ranks 0 to 2 ("),
-        ("1 1 2", &[fault("chunk")], "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0 to 1 ("),
+        ("3 1 1 1", &[][..], r#"CHECKED ["data"]"#),
+        ("3 1 1 1", &[(WAY, "mpi")], r#"CHECKED ["data"]"#),
+        ("1 1 2 1", &[LATE, ("EMULATED_PASSIVE", "1")], r#"CHECKED ["tensor"]"#),
+        ("4 1 1 2", &[], r#"CHECKED ["data", "expert", "expert replicas"]"#),
+        ("4 1 1 2", &[(WAY, "mpi")], r#"CHECKED ["data", "expert", "expert replicas"]"#),
+        ("3 1 1 1", &[fault("places")], "all-gather of bf16 values over NCCL on the data axis of ranks 0 to 2 ("),
+        ("1 1 2 1", &[fault("chunk")], "all-reduce of bf16 values over NCCL on the tensor axis of ranks 0 to 1 ("),
         (
-            "1 2 1",
+            "1 2 1 1",
             &[fault("receive")],
             "send and receive around the ring of bf16 values over NCCL on the sequence axis",
         ),
@@ -79,7 +83,7 @@ fn axes_that_deliver_values_pass_and_a_wrong_value_is_named_with_its_call_and_ax
         for line in &lines {
             assert_eq!(*line, lines[0], "{scene}, {env:?}: ranks end with other words");
             let found = line.contains("FOUND ") && line.contains(words) && line.contains(", expected ");
-            assert!(if words.is_empty() { line.contains("CHECKED ") } else { found }, "{scene}, {env:?}: {line}");
+            assert!(line == words || found, "{scene}, {env:?}: {line}");
         }
     }
 }
@@ -104,7 +108,7 @@ fn a_job_logs_the_checks_of_its_axes_and_ends_if_values_do_not_arrive() {
 #[test]
 fn a_rank_missing_from_a_call_is_reported_with_the_call_and_the_axis() {
     let Some((well, said)) =
-        run_scene(3, "axes: 3 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
+        run_scene(3, "axes: 3 1 1 1", &[("EMULATED_FAILS", "ncclReduceScatter:1+:hang@1"), (LIMIT_MS, "1500")])
     else {
         return;
     };

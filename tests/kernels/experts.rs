@@ -8,6 +8,7 @@ use rlhf_hpc::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Tile, Way}
 use rlhf_hpc::device::cuda::{Memory, gpu};
 use rlhf_hpc::dtype::DType::{Bf16, F32};
 use rlhf_hpc::ops::experts::{self, Routing, Rule};
+use rlhf_hpc::ops::rows::Order;
 use rlhf_hpc::tensor::Tensor;
 use std::sync::Arc;
 
@@ -117,8 +118,32 @@ fn rows_of_experts_are_gathered_summed_and_weighed_as_on_the_cpu() {
     });
 }
 
-/// The rows of each expert: few and many, none, and tails of all tiles.
-const COUNTS: [&[usize]; 4] = [&[1], &[0, 3, 0, 17, 1], &[64, 65, 0, 16, 15, 33, 2, 130], &[0, 0, 0, 7]];
+#[test]
+fn numbers_of_rows_reach_the_host_and_orders_of_rows_are_applied_and_undone_as_on_the_cpu() {
+    in_every_order(|| {
+        for (rows, experts, k) in SHAPES {
+            let values = logits(rows, experts);
+            let [got, want] =
+                [Device::Cuda, Device::Cpu].map(|device| routed(device, &values, [rows, experts, k], true).counts());
+            assert_eq!(got, want, "{rows} {experts} {k}");
+        }
+        for (rows, width, dtype) in [(0, 8, Bf16), (7, 16, Bf16), (301, 8, Bf16), (0, 1, F32), (301, 1, F32)] {
+            let order: Vec<u32> = (0..rows as u32).map(|i| i * 4 % rows as u32).collect();
+            let values = rounded(&numbers(2, rows * width));
+            let run = |device| {
+                let (order, x) =
+                    (Order::new(device, order.clone()), Tensor::from_slice(rows, width, &values).on(device, dtype));
+                let there = order.apply(&x);
+                assert_eq!(order.undo(&there).to_host(), values, "{rows} x {width}");
+                there.to_host()
+            };
+            assert_eq!(run(Device::Cuda), run(Device::Cpu), "{rows} x {width}");
+        }
+    });
+}
+
+/// The rows of each expert: few and many, none, of one or of all, and tails of all tiles.
+const COUNTS: [&[usize]; 5] = [&[1], &[0, 3, 0, 17, 1], &[64, 65, 0, 16, 15, 33, 2, 130], &[0, 0, 0, 7], &[0, 0]];
 
 /// Matrices in one memory, of `n` rows and `k` columns.
 fn matrices(memory: &Memory, n: usize, k: usize) -> Vec<Matrix<'_>> {
@@ -189,7 +214,7 @@ fn products_of_groups_have_the_bits_of_one_gemm_for_each_group_in_every_tile_and
     in_every_order(|| {
         let can_be_wide = !crate::on_a_real_gpu() || gpu().properties().has_wgmma();
         for tile in Tile::OF_GROUPS.into_iter().filter(|tile| can_be_wide || !Tile::WIDE.contains(tile)) {
-            for (counts, (n, k)) in COUNTS.into_iter().zip([(24, 8), (40, 136), (72, 40), (8, 264)]) {
+            for (counts, (n, k)) in COUNTS.into_iter().zip([(24, 8), (40, 136), (72, 40), (8, 264), (16, 8)]) {
                 check_products(counts, n, k, tile);
             }
         }

@@ -105,20 +105,18 @@ impl Choice {
 
     /// The value of each row of experts (s) from that of each chosen one (t, k); both f32.
     pub fn spread(&self, from: View, to: ViewMut) {
-        self.moves("experts_spread", from, to);
+        moves("experts_spread", from, &self.places, to);
     }
 
     /// The value of each chosen expert (t, k) from that of each row of experts (s); both f32.
     pub fn collect(&self, from: View, to: ViewMut) {
-        self.moves("experts_collect", from, to);
+        collect(from, &self.places, to);
     }
 
-    fn moves(&self, kernel: &'static str, from: View, mut to: ViewMut) {
-        const OP: &str = "experts::moves";
-        let s = self.t * self.k;
-        assert!([from.len(), to.len()] == [s, s], "{OP}: {s} values, got {} and {}", from.len(), to.len());
-        let args = [from.arg(F32), self.places.arg(), to.arg(F32), count(OP, s)];
-        gpu().launch(kernel, grid_of(OP, s), THREADS, 0, &args);
+    /// The number of rows of each expert, on the host. Waits for the GPU.
+    pub fn counts(&self) -> Vec<usize> {
+        let ends: Vec<u32> = self.ends.read(self.experts + 1);
+        ends.windows(2).map(|ends| (ends[1] - ends[0]) as usize).collect()
     }
 
     /// The gradient of the logits (t, E, bf16) from the probabilities (t, E), the weights and their gradient (t, k), and
@@ -143,6 +141,23 @@ impl Choice {
         let args = [p.arg(F32), self.ends.arg(), sums.arg(F32), t, experts];
         gpu().launch("router_sums", [self.experts.div_ceil(32), 1, 1], 1024, 0, &args);
     }
+}
+
+/// to[i] = from[places[i]] for u32 `places`; f32.
+pub fn collect(from: View, places: &Memory, to: ViewMut) {
+    moves("experts_collect", from, places, to);
+}
+
+fn moves(kernel: &'static str, from: View, places: &Memory, mut to: ViewMut) {
+    const OP: &str = "experts::moves";
+    let s = to.len();
+    assert!(
+        from.len() == s && places.bytes() == 4 * s,
+        "{OP}: {} values and {} bytes for {s}",
+        from.len(),
+        places.bytes()
+    );
+    gpu().launch(kernel, grid_of(OP, s), THREADS, 0, &[from.arg(F32), places.arg(), to.arg(F32), count(OP, s)]);
 }
 
 /// The grid of kernels where a warp has a row.
