@@ -1,6 +1,7 @@
 // Causal grouped-query attention over packed rows, with optional sliding window. arXiv:2205.14135, 2307.08691.
 #include "attention.cuh"
 #include "key_segments.cuh"
+#include "softcap.cuh"
 
 // The form of o: bf16, f32, or f32 merged with the result over other keys that is in (o, lse).
 #define ROUND 0
@@ -118,7 +119,7 @@ DEVICE bool end_run(float (&out)[M][E / 8][4], float (&largest)[M][2], float (&s
 // are used.
 template <int E, int M, int N>
 DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* tiles, i32 first, i32 heads, i32 group,
-                    i32 window, float scale, void* o, float* lse, i32 form, i32 from, i32 to, float* before) {
+                    i32 window, float scale, float cap, void* o, float* lse, i32 form, i32 from, i32 to, float* before) {
     constexpr int STRIDE = Layout<E>::STRIDE, KEYS = 8 * N;
     DYNAMIC_SHARED(shared);
     bf16* q_tile = (bf16*)shared;                // (64 M, E)
@@ -159,6 +160,10 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
         }
         copy_commit();
         if (!sees) continue;
+        if (cap > 0.0f) {
+#pragma unroll
+            for (int m = 0; m < M; m++) cap_scores(s[m], cap);
+        }
         const bool hides = key + KEYS > end_key(tile, 0) || key < first_key(tile, window, last);
         softmax(s, largest, sums, by, scale * LOG2_E, hides, tile, window, key);
         scale_rows(out, by);
@@ -183,10 +188,11 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
 
 #define PARAMETERS                                                                                                      \
     const bf16 *q, const bf16 *k, const bf16 *v, const Tile *tiles, i32 first, i32 heads, i32 group, i32 window,        \
-        float scale, void *o, float *lse, i32 form, i32 from, i32 to, float *before
-#define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, o, lse, form, from, to, before
+        float scale, float cap, void *o, float *lse, i32 form, i32 from, i32 to, float *before
+#define ARGUMENTS q, k, v, tiles, first, heads, group, window, scale, cap, o, lse, form, from, to, before
 
 // attention_forward_E  o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the visible keys j of t; lse = ln sum_j exp(scale q.k)
+// with a cap c > 0 of scaled scores, q.k becomes cap tanh(q.k / cap), cap = c / scale
 // q (T, heads E), k, v (T', heads / group E) bf16; o (T, heads E) bf16 (form 0) or f32 (1; 2: merged); lse (T, heads) f32;
 // tiles from `first` on: rows of q (128, of head dim 256: 64) and their keys, heaviest first
 // of the key segment from .. to (key_segments.cuh): if tiles have several segments, there is one launch for each,
@@ -195,7 +201,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
 // grid tiles x heads (heads of a tile side by side: those of a group share keys in the cache), block 128; shared memory
 // (rows + 2 keys of a block) (E + 8) bf16, two blocks of threads a multiprocessor; needs 16-byte alignment
 // roofline 4 E flops for each pair of a row and a visible key
-KERNEL __launch_bounds__(128, 2) attention_forward_32(PARAMETERS) { forward<32, 2, 8>(ARGUMENTS); }
+KERNEL __launch_bounds__(128, 3) attention_forward_32(PARAMETERS) { forward<32, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_64(PARAMETERS) { forward<64, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_80(PARAMETERS) { forward<80, 2, 8>(ARGUMENTS); }
 KERNEL __launch_bounds__(128, 2) attention_forward_96(PARAMETERS) { forward<96, 2, 8>(ARGUMENTS); }

@@ -39,10 +39,10 @@ template <class T> DEVICE void delta_of(const T* o, const bf16* d_o, float* delt
 
 #define PARAMETERS                                                                                                       \
     const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *d_o, const float *lse, const float *delta,                  \
-        const KeyTile *tiles, u32 *counters, float *sums, i32 heads, i32 group, i32 window, float scale, void *dq,       \
-        i32 dq_form, void *dk, void *dv, i32 dk_form
+        const KeyTile *tiles, u32 *counters, float *sums, i32 heads, i32 group, i32 window, float scale, float cap,      \
+        void *dq, i32 dq_form, void *dk, void *dv, i32 dk_form
 #define ARGUMENTS \
-    q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, window, scale, dq, dq_form, dk, dv, dk_form
+    q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, window, scale, cap, dq, dq_form, dk, dv, dk_form
 
 // attention_delta  delta[t][h] = sum_e d_o[t][h][e] o[t][h][e]
 // o (T, heads, E) bf16, or f32 (attention_delta_f32); d_o (T, heads, E) bf16; delta (count = T heads) f32
@@ -56,7 +56,7 @@ KERNEL attention_delta_f32(const float* o, const bf16* d_o, float* delta, i32 he
 }
 
 // attention_backward_E  dk[j] = scale sum_t ds[t][j] q[t], dv[j] = sum_t p[t][j] d_o[t] over all heads of the group,
-// dq[t] = scale sum_j ds[t][j] k[j]
+// dq[t] = scale sum_j ds[t][j] k[j]; with a cap, ds has the factor 1 - tanh(q.k / cap)^2, and p is of capped scores
 // q, d_o (T, heads E), k, v (T', heads / group E) bf16; lse, delta (T, heads) f32; dq as q, dk, dv as k and v: bf16 (form 0),
 // f32 (1), or f32 that is added to (2); keys without rows get 0
 // tiles: up to 128 keys (of E = 256: 64) and all rows of their span, those of a span ascending; counters: 1 and one for each

@@ -1,6 +1,7 @@
 // The backward of attention: the work of a block on its keys.
 #pragma once
 #include "attention.cuh"
+#include "softcap.cuh"
 
 #define BACKWARD_THREADS 256
 // The thread that signals other blocks. Its warp waits for no other block.
@@ -121,6 +122,21 @@ template <int M> DEVICE void to_slopes(float (&ds)[M][4][4], const float (&p)[M]
         for (int i = 0; i < 4 * M; i++) {
             float& x = ds[i / 4][n][i % 4];
             x = p[i / 4][n][i % 4] * (x - less.at[i % 2]);
+        }
+    }
+}
+
+// ds of scores before their cap, from ds of capped ones. A capped score in base 2 is log2 p + lse, so it need not stay in
+// registers; lse: as above, inverse: 1 / cap in the same unit.
+template <int M> DEVICE void uncap(float (&ds)[M][4][4], const float (&p)[M][4][4], const float* lse, float inverse) {
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const Two base = *(const Two*)(lse + n * 8 + lane_id() % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 4 * M; i++) {
+            ds[i / 4][n][i % 4] *= cap_slope((log2_fast(p[i / 4][n][i % 4]) + base.at[i % 2]) * inverse);
+            // Otherwise the compiler would compute all at once and spill registers.
+            if (i % 4 == 3) SYNC_WARP();
         }
     }
 }
@@ -283,7 +299,7 @@ DEVICE void take_work(Work& work, const KeyTile* tiles, u32* counters, i32 kv_he
 template <int E>
 DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_o, const float* lse, const float* delta,
                      const KeyTile* tiles, u32* counters, float* sums, i32 heads, i32 group, i32 window, float scale,
-                     void* dq, i32 dq_form, void* dk, void* dv, i32 dk_form) {
+                     float cap, void* dq, i32 dq_form, void* dk, void* dv, i32 dk_form) {
     using S = Shape<E>;
     constexpr int STRIDE = Layout<E>::STRIDE, M = S::M, KEYS = S::KEYS, SLOTS = S::SLOTS, TILE = ROWS * STRIDE;
     DYNAMIC_SHARED(shared);
@@ -350,10 +366,15 @@ DEVICE void backward(const bf16* q, const bf16* k, const bf16* v, const bf16* d_
             float p[M][4][4], ds[M][4][4];
             u32 factors[M][2][4];
             multiply<E, M, 4>(p, k_tile + base * STRIDE, q_rows + late * STRIDE);
+            if (cap > 0.0f) {
+#pragma unroll
+                for (int m = 0; m < M; m++) cap_scores(p[m], cap);
+            }
             hide<M>(p, tile.past + r + late - base, keys - base, window);
             to_probabilities(p, of_rows, scale * LOG2_E);
             multiply<E, M, 4>(ds, v_tile + base * STRIDE, d_rows + late * STRIDE);
             to_slopes(ds, p, of_rows + ROWS);
+            if (cap > 0.0f) uncap(ds, p, of_rows, reciprocal_fast(cap * scale * LOG2_E));
 #pragma unroll
             for (int m = 0; m < M; m++) pack_rows(own[m], p[m]), pack_rows(factors[m], ds[m]);
             put<M>(factors, ds_tile + base * ROWS, ROWS, late / 8);

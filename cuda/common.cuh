@@ -101,6 +101,17 @@ DEVICE float exp2_fast(float x) {
 #endif
 }
 
+// log2(x), to about 2^-22, absolute or relative; -inf for denormal x.
+DEVICE float log2_fast(float x) {
+#ifdef EMULATED
+    return log2_emulated(x);
+#else
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // 1 / x, to 1 unit in the last place; denormal results are 0.
 DEVICE float reciprocal_fast(float x) {
 #ifdef EMULATED

@@ -2,7 +2,8 @@
 //
 // Keys are processed in ascending blocks of Block<E>::KEYS, aligned to the start of the sequence. For a row with
 // running maximum m of its scores, sum l of its probabilities and result o, each block computes, in f32:
-//   s = q.k, a chain of mma over head dims, ascending from 0; -inf where the row does not see the key
+//   s = q.k, a chain of mma over head dims, ascending from 0, capped (softcap.cuh) if there is a cap; -inf where the row
+//   does not see the key
 //   m' = max(m, max s)                   decay = 2^((m - m') scale), where scale holds log2(e)
 //   p = 2^(fma(s, scale, -(m' scale)))   l = fma(l, decay, even + odd), the sums of a lane's even and odd columns, ascending
 //   o = o decay, then a chain of mma adds p v over keys, ascending, p rounded to bf16

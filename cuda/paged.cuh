@@ -4,6 +4,7 @@
 // are one run of memory, read as a whole, and a row of 16 bytes each fits the tiles of `load_matrices`.
 #pragma once
 #include "flash.cuh"
+#include "softcap.cuh"
 
 #define PAGE 32
 // Threads of a block.
@@ -61,15 +62,15 @@ struct Paged {
     // (sequence, first row) of each tile
     const i32* tiles;
     i32 kv_heads, group, window;
-    // the scale of scores times log2(e)
-    float scale;
+    // the scale of scores times log2(e), and their cap before it is applied (0: none)
+    float scale, cap;
 };
 
 // The parameters of a kernel, and the values that its blocks compute from them.
 #define PAGED_PARAMETERS                                                                                              \
     const bf16 *q, const bf16 *keys, const bf16 *values, bf16 *o, const i32 *sequences, const u32 *blocks,            \
-        const i32 *tiles, i32 kv_heads, i32 group, i32 window, float scale
-#define PAGED Paged{q, keys, values, o, (const Sequence*)sequences, blocks, tiles, kv_heads, group, window, scale}
+        const i32 *tiles, i32 kv_heads, i32 group, i32 window, float scale, float cap
+#define PAGED Paged{q, keys, values, o, (const Sequence*)sequences, blocks, tiles, kv_heads, group, window, scale, cap}
 
 // Rows of one sequence under one key/value head: row r is head r % group of token r / group.
 struct Work {

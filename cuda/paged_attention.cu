@@ -30,9 +30,10 @@ template <int BLOCKS> struct Exchange {
 // Computes the scores of this warp's block of a stage, and shares their maxima with the other warps.
 template <int E, int N, class EXCHANGE>
 DEVICE void decode_scores(float (&s)[N][4], const u32 (&q)[E / 16][4], const bf16* keys, int first,
-                          const KeyRange& key_range, EXCHANGE* exchange) {
+                          const KeyRange& key_range, float cap, EXCHANGE* exchange) {
     int warp = warp_id(), lane = lane_id();
     scores<E>(s, q, keys + warp * 8 * N * Tile<E>::STRIDE);
+    if (cap > 0.0f) cap_scores(s, cap);
     mask(s, first + warp * 8 * N, key_range);
     float max[2];
     maxima(max, s);
@@ -105,7 +106,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
             // threads.
             u32 q[E / 16][4];
             load_queries<E>(q, paged, work, r);
-            decode_scores<E>(s, q, keys, first, seen, exchange);
+            decode_scores<E>(s, q, keys, first, seen, paged.cap, exchange);
         }
         SYNC_BLOCK();  // the maxima are there, and nobody reads the keys
         load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, first + Stage<E>::ROWS, work.end);

@@ -155,6 +155,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
         float decay[M][2];
 #pragma unroll
         for (int m = 0; m < M; m++) {
+            if (paged.cap > 0.0f) cap_scores(s[m], paged.cap);
             if (first < seen.bottom - paged.window || first + KEYS > seen.top) {
                 // Read again here and at the end, so that the loop need not keep it in registers.
                 Work again = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
@@ -188,7 +189,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
 
 #define PREFILL_PARAMETERS PAGED_PARAMETERS, i32 from, i32 to, float *before
 
-KERNEL __launch_bounds__(128, 2) paged_prefill_32(PREFILL_PARAMETERS) { prefill<32>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 3) paged_prefill_32(PREFILL_PARAMETERS) { prefill<32>(PAGED, from, to, before); }
 KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) { prefill<64>(PAGED, from, to, before); }
 KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) { prefill<80>(PAGED, from, to, before); }
 KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) { prefill<96>(PAGED, from, to, before); }

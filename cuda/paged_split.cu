@@ -54,6 +54,7 @@ DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const
     int block = blockIdx.x * BLOCKS + warp_id();
     float s[N][4], max[2];
     scores<E>(s, q, keys + warp_id() * KEYS * Tile<E>::STRIDE);
+    if (paged.cap > 0.0f) cap_scores(s, paged.cap);
     mask(s, work.first + block * KEYS, seen);
     maxima(max, s);
     for (int i = 0; i < 2; i++) {

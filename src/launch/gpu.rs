@@ -341,7 +341,6 @@ fn experts_fit(spec: &ExpertsSpec) -> bool {
 
 /// What of an architecture no GPU kernel computes, by its key in config.json.
 fn without_kernel(arch: &Arch) -> Option<&'static str> {
-    let [scores, queries] = ["attn_logit_softcapping", "llama_4_scaling_beta"];
     if arch.deltas().next().is_some() {
         return Some("linear_attention");
     }
@@ -361,13 +360,7 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     if mixtures().any(|experts| experts.shared.is_some_and(|shared| shared.name == SharedName::Gated)) {
         return Some("shared_expert_gate");
     }
-    if arch.attentions().any(|layer| layer.softcap.is_some()) {
-        return Some(scores);
-    }
-    if arch.ropes.iter().any(|rope| rope.query_scale.is_some()) {
-        return Some(queries);
-    }
-    arch.logit_softcap.map(|_| "final_logit_softcapping")
+    arch.ropes.iter().any(|rope| rope.query_scale.is_some()).then_some("llama_4_scaling_beta")
 }
 
 /// Rejects a number of tensor ranks that shards matrices in a way that no GPU kernel supports.

@@ -124,8 +124,9 @@ impl Comparison for Against<'_> {
         let mut of_student = on_gpu::stats_room(m);
         on_gpu::stats(student, inverse_temperature, places, &mut of_student);
         own.combine(m, &mut of_student);
-        for Teacher { h, w, weight, .. } in all {
-            let head = Head::new(OP, h, w, own.part, own.targets, temperature);
+        for Teacher { h, w, softcap, weight } in all {
+            let part = HeadPart { softcap: *softcap, ..own.part };
+            let head = Head::new(OP, h, w, part, own.targets, temperature);
             let mut room = head.room();
             let of_teacher = head.stats(range, places, &mut room);
             let teacher = head.logits(&room, m);

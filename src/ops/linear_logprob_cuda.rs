@@ -8,7 +8,7 @@ use crate::device::cuda::linear_logprob as cuda;
 use crate::device::cuda::linear_logprob_fused as fused;
 use crate::device::cuda::matmul::{self, Addend, Matrix, MatrixMut, Way};
 use crate::device::cuda::readback::Late;
-use crate::device::cuda::{Memory, View, ViewMut};
+use crate::device::cuda::{Memory, View, ViewMut, softcap};
 use crate::tensor::{DType, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
@@ -90,6 +90,9 @@ impl<'a> Head<'a> {
         let values = room.view_mut(DType::F32).part(0..m * stride);
         let y = MatrixMut { values, rows: m, width: v, stride };
         matmul::forward(Way::Chosen, self.x(range), self.w, None, Addend::Nothing, y);
+        if let Some(cap) = self.part.softcap {
+            softcap::forward(cap, room.view_mut(DType::F32).part(0..m * stride));
+        }
         let mut stats = cuda::stats_room(m);
         cuda::stats(self.logits(room, m), self.inverse_temperature, places, &mut stats);
         self.combine(m, &mut stats);
@@ -130,7 +133,7 @@ pub trait Comparison {
     );
 }
 
-/// Scores tokens. With enough rows, a fused kernel does not store logits. Its log-probabilities are bitwise those of
+/// Scores tokens. With enough rows, a fused kernel does not store logits, unless they are capped or compared. Its log-probabilities are bitwise those of
 /// the other way with the exact GEMM. With the fast GEMM, scoring uses the fast GEMM, like training.
 pub(super) fn forward(
     head: &Head,
@@ -146,7 +149,8 @@ pub(super) fn forward(
         }
         cuda::read(stats, head.inverse_temperature, logprobs.reborrow().part(range.clone()), extra);
     };
-    if against.is_none() && head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
+    let is_plain = against.is_none() && head.part.softcap.is_none();
+    if is_plain && head.tokens >= FUSED_ROWS && fused::fits() && !fast::is_on() {
         let rows = head.fused_rows();
         let mut scratch = Memory::scratch(fused::scratch_bytes(rows, head.w.rows));
         head.chunks(rows).for_each(|range| read(&range, &head.fused_stats(&range, &mut scratch)));
@@ -209,6 +213,10 @@ pub(super) fn forward_backward(
             if let Some(against) = &mut against {
                 let dlogits = dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride);
                 against.chunk_on_gpu(head, &range, &places, head.logits(&room, m), Some(dlogits));
+            }
+            if let Some(cap) = head.part.softcap {
+                let dlogits = dlogits.view_mut(DType::Bf16).part(at * stride..(at + m) * stride);
+                softcap::backward(cap, head.logits(&room, m).values, dlogits);
             }
         }
         let m = whole.len();

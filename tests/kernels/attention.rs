@@ -46,9 +46,21 @@ fn attention_and_its_gradients_equal_the_cpus_for_every_tail_head_dim_group_and_
 }
 
 #[test]
+fn attention_with_capped_scores_and_its_gradients_equal_the_cpus_for_every_head_dim() {
+    let (_gpu, _one) = device();
+    for (head_dim, heads, kv_heads) in [(32, 2, 1), (64, 2, 2), (80, 1, 1), (96, 1, 1), (128, 2, 1), (256, 2, 1)] {
+        // One that nearly all scores reach, and one that few reach.
+        for (cap, window) in [(0.6, None), (4.0, Some(40))] {
+            compare_with_cpu(&[70, 17], AttentionShape { softcap: Some(cap), ..shape(heads, kv_heads, head_dim, window) });
+        }
+    }
+}
+
+#[test]
 fn the_order_of_threads_and_blocks_changes_no_bit() {
     for (lengths, shape) in [
-        (&[390, 3, 140][..], shape(2, 1, 64, None)),
+        (&[140, 70][..], AttentionShape { softcap: Some(1.5), ..shape(2, 1, 64, None) }),
+        (&[390, 3, 140], shape(2, 1, 64, None)),
         (&[390, 3, 140], shape(2, 2, 32, Some(150))),
         (&[150], shape(1, 1, 256, None)),
     ] {

@@ -119,20 +119,21 @@ impl Side {
     }
 }
 
-/// Divergences, log-probabilities, dh and dW of the first rows of a student's head, with two teachers of other widths.
-fn on_heads(of: Divergence, rows_max: usize) -> (Divergences, Vec<f32>, Vec<f32>, Vec<f32>) {
+/// Divergences, log-probabilities, dh and dW of the first rows of a student's head, with two teachers of other widths, of
+/// which one has the student's soft cap.
+fn on_heads(of: Divergence, rows_max: usize, cap: Option<f32>) -> (Divergences, Vec<f32>, Vec<f32>, Vec<f32>) {
     let (t, d, v) = (150, 24, 104);
     let [student, wide, narrow] = [(1, d), (3, 32), (5, 16)].map(|(seed, d)| Side::new(seed, t, d, v));
-    let all = [(&wide, 0.75), (&narrow, 0.25)].map(|(side, weight)| Teacher {
+    let all = [(&wide, cap, 0.75), (&narrow, None, 0.25)].map(|(side, softcap, weight)| Teacher {
         h: &side.h,
         w: side.weight(v),
-        softcap: None,
+        softcap,
         weight,
     });
     let teachers = Teachers { all: &all, divergence: of, temperature: 1.5 };
     let targets: Vec<u32> = (0..t).map(|i| (i * 37 % v) as u32).collect();
     let w = student.weight(v);
-    let part = HeadPart { rows_max, ..HeadPart::whole(&w) };
+    let part = HeadPart { rows_max, softcap: cap, ..HeadPart::whole(&w) };
     let (mut logprobs, mut dh) = (vec![0.0; t], Tensor::scratch_on(Device::Cuda, t, d));
     let mut dw = Memory::zeros(4 * Layout::Row.len(v, d));
     let gradient = WeightMut { n: v, k: d, layout: Layout::Row, values: SliceMut::Cuda(dw.view_mut(DType::F32)) };
@@ -157,9 +158,9 @@ fn on_heads(of: Divergence, rows_max: usize) -> (Divergences, Vec<f32>, Vec<f32>
 #[test]
 fn chunks_of_any_size_have_the_same_divergences_and_gradients() {
     let (_gpu, _one) = device();
-    for of in ALL {
+    for (of, cap) in ALL.into_iter().flat_map(|of| [None, Some(1.5)].map(|cap| (of, cap))) {
         // A shard of a large vocabulary has chunks of 16 rows.
-        let [one, chunks] = [104, 4 << 20].map(|rows_max| on_heads(of, rows_max));
+        let [one, chunks] = [104, 4 << 20].map(|rows_max| on_heads(of, rows_max, cap));
         assert!((&chunks.0, &chunks.1, &chunks.2) == (&one.0, &one.1, &one.2), "{of:?}: chunks change a bit");
         let largest = one.3.iter().fold(0.0f32, |most, x| most.max(x.abs()));
         let off = chunks.3.iter().zip(&one.3).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);

@@ -48,6 +48,7 @@ mod run_start;
 mod run_turns;
 mod run_verbs;
 mod sample;
+mod softcap;
 mod step;
 #[path = "../weights.rs"]
 mod weights;

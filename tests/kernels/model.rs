@@ -49,6 +49,14 @@ pub fn qwen3() -> Arch {
     arch
 }
 
+/// Soft caps that most scores and logits reach, one layer with a window, and norms on both sides.
+pub fn gemma2() -> Arch {
+    let keys = serde_json::json!({
+        "sliding_window": 7, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.5,
+    });
+    arch_with("gemma2", 1, &keys)
+}
+
 /// A model on the GPU, and the same values on the CPU in f32.
 fn both(arch: &Arch) -> [(Transformer, Weights); 2] {
     let head = Head::LanguageModel;
@@ -80,7 +88,7 @@ fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
 /// Compares all results of training on rows that end at `ends` with the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
     // With all experts, roundings cannot change their choice.
-    for arch in [llama(), qwen3(), qwen3_moe(8)] {
+    for arch in [llama(), qwen3(), qwen3_moe(8), gemma2()] {
         let models = both(&arch);
         let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());

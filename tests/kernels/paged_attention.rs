@@ -10,7 +10,7 @@ use rlhf_hpc::device::cpu::attention::PagedSequence;
 use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
-use rlhf_hpc::ops::attention::{self, KvLayer};
+use rlhf_hpc::ops::attention::{self, AttentionShape, KvLayer};
 use rlhf_hpc::ops::rope::{self, RopeTable};
 use rlhf_hpc::tensor::{Indices, Tensor};
 
@@ -89,6 +89,17 @@ fn split_decoding_has_the_bits_of_training() {
         // Two tokens of the last one, which use a prefill tile if groups are large.
         batch.assert_training_bits(&[(599, 1), (0, 1), (63, 1), (256, 1), (129, 1), (18, 2)]);
         batch.assert_training_bits(&[(0, 0), (0, 0), (0, 0), (256, 1), (0, 0), (0, 0)]);
+    }
+}
+
+#[test]
+fn capped_scores_have_the_bits_of_training_in_prefill_and_decode() {
+    let _one = device();
+    for (i, head_dim) in DIMS.into_iter().enumerate() {
+        let window = [None, Some(70)][i % 2];
+        let shape = AttentionShape { softcap: Some(1.5), ..shape(4, 2, head_dim, window) };
+        let batch = Batch::new(&shape, &[300, 1, 64, 70, 20]);
+        batch.assert_training_bits(&[(299, 1), (0, 1), (60, 4), (0, 70), (17, 3)]);
     }
 }
 

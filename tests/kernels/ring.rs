@@ -68,6 +68,7 @@ fn blocks_of_a_ring_add_up_to_attention_over_the_whole() {
         ring_holds(&[130, 0, 1, 7, 270], size, shape(2, 1, 64, window));
     }
     ring_holds(&[150], 2, shape(1, 1, 128, None));
+    ring_holds(&[130, 60], 2, AttentionShape { softcap: Some(1.5), ..shape(2, 1, 64, Some(100)) });
     ring_holds(&[77, 90], 3, shape(6, 2, 80, Some(60)));
     // Windows that reach across both pieces of a rank.
     for (size, window) in [(2, 1), (2, 100), (3, 130), (4, 170)] {

@@ -16,7 +16,7 @@ pub struct AttentionShape {
     pub window: Option<usize>,
     /// Usually 1 / sqrt(head_dim).
     pub scale: f32,
-    /// Scaled scores s become c tanh(s / c), with this c (arXiv:2408.00118, section 2). No GPU kernel supports it.
+    /// Scaled scores s become c tanh(s / c), with this c (arXiv:2408.00118, section 2).
     pub softcap: Option<f32>,
     /// Whether values are the same vectors as keys, and a cache has them once. No GPU kernel supports it.
     pub values_are_keys: bool,

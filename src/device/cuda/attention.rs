@@ -102,6 +102,11 @@ impl Tile {
     }
 }
 
+/// The cap of scores before they are scaled, as an argument of kernels; 0 if there is none.
+pub(super) fn cap(shape: &AttentionShape) -> Arg {
+    Arg::F32(shape.softcap.map_or(0.0, |cap| cap / shape.scale))
+}
+
 /// Rows of q that a block of forward works on.
 fn forward_rows(shape: &AttentionShape) -> usize {
     if shape.head_dim <= 128 { 128 } else { 64 }
@@ -180,7 +185,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     let dtype = o.dtype();
     let [q, k, v] = [q, k, v].map(|view| view.arg(DType::Bf16));
     let [first, of_heads, group] = [0, shape.heads, shape.heads / shape.kv_heads].map(|n| dim(OP, n));
-    let (window, scale) = (table.window(), Arg::F32(shape.scale));
+    let (window, scale, cap) = (table.window(), Arg::F32(shape.scale), cap(shape));
     let (o, lse) = (o.arg(dtype), lse.arg(DType::F32));
     // A row in shared memory is 8 values longer than the head.
     let shared = (forward_rows(shape) + 2 * forward_keys(shape)) * (shape.head_dim + 8) * 2;
@@ -191,7 +196,7 @@ pub fn forward(q: View, k: View, v: View, table: &SpanTable, merge: bool, mut o:
     for run in runs {
         let [from, to, before] = run.args(before.as_mut());
         let tiles = table.tiles.arg();
-        let args = [q, k, v, tiles, first, of_heads, group, window, scale, o, lse, form, from, to, before];
+        let args = [q, k, v, tiles, first, of_heads, group, window, scale, cap, o, lse, form, from, to, before];
         gpu().launch(
             kernel_of!("attention_forward_", shape.head_dim),
             [run.tiles * shape.heads, 1, 1],

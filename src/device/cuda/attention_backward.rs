@@ -4,7 +4,7 @@
 //! contributions to dq in turn, in the order of keys, in f32. So the sum of a row has one order, in any order of the
 //! blocks.
 
-use super::attention::{SpanTable, form};
+use super::attention::{SpanTable, cap, form};
 use super::gpu::{Arg, gpu};
 use super::key_tiles::{EIGHT, ROWS, keys};
 use super::memory::{Memory, View, ViewMut};
@@ -65,7 +65,8 @@ pub fn backward(
     let (of_q, of_k) = (dq.dtype(), dk.dtype());
     let [tiles, counters, sums] = [of.tiles.arg(), of.counters.arg(), sums.arg_mut()];
     let [dq, dk, dv] = [dq.arg(of_q), dk.arg(of_k), dv.arg(of_k)];
-    let inputs = [q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, table.window(), Arg::F32(shape.scale)];
+    let (window, scale) = (table.window(), Arg::F32(shape.scale));
+    let inputs = [q, k, v, d_o, lse, delta, tiles, counters, sums, heads, group, window, scale, cap(shape)];
     let args = [inputs.as_slice(), &[dq, forms[0], dk, dv, forms[1]]].concat();
     let blocks = of.count * shape.kv_heads;
     gpu().launch(

@@ -47,6 +47,7 @@ pub mod rope;
 pub mod sample;
 pub mod scatter_lists;
 mod shape;
+pub mod softcap;
 mod staging;
 mod streams;
 mod sys;

@@ -1,5 +1,6 @@
 //! Attention of new rows over the cache.
 
+use super::attention::cap;
 use super::gpu::{Arg, gpu};
 use super::key_segments;
 use super::kv_cache::{KvPages, SPLIT_BLOCKS, SequenceTable, Tiles, kernels, prefill_rows};
@@ -32,6 +33,7 @@ pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, mut o: ViewMut) 
             dim(OP, shape.heads / g),
             Arg::I32(window),
             Arg::F32(shape.scale * LOG2_E),
+            cap(shape),
         ]
     };
     // Bytes of rows of a tile, which are padded by 16 bytes.

@@ -140,3 +140,4 @@ template <class... A, void (*K)(A...)> struct Registered<K> {
 #define gridDim (dim3{emulated::blocks_along(0), emulated::blocks_along(1), emulated::blocks_along(2)})
 
 inline float exp2_emulated(float x) { return x < -126.0f ? 0.0f : exp2f(x); }
+inline float log2_emulated(float x) { return log2f(x < 0x1p-126f && x >= 0.0f ? 0.0f : x); }
