@@ -360,7 +360,7 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     if mixtures().any(|experts| experts.shared.is_some_and(|shared| shared.name == SharedName::Gated)) {
         return Some("shared_expert_gate");
     }
-    arch.ropes.iter().any(|rope| rope.query_scale.is_some()).then_some("llama_4_scaling_beta")
+    None
 }
 
 /// Rejects a number of tensor ranks that shards matrices in a way that no GPU kernel supports.

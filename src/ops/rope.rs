@@ -20,8 +20,7 @@ pub struct Rotation {
     pub inverse_frequencies: Vec<f32>,
     /// The factor on cos and sin of the pairs that turn (1 for most models).
     pub attention_factor: f32,
-    /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original). No GPU kernel
-    /// supports it.
+    /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original).
     pub query_scale: Option<(f64, f64)>,
 }
 
@@ -107,7 +106,8 @@ impl RopeTable {
         let held = Self::held(positions, self.positions_max);
         let (mut cos, mut sin, mut query_scale) = (there.cos.clone(), there.sin.clone(), there.query_scale.clone());
         let Rotation { head_dim, inverse_frequencies, attention_factor, .. } = &self.rotation;
-        let (bytes, made) = (2 * held * (head_dim / 2) * size_of::<f32>(), !null::is_active());
+        let values = 2 * (head_dim / 2) + usize::from(self.rotation.query_scale.is_some());
+        let (bytes, made) = (held * values * size_of::<f32>(), !null::is_active());
         for at in (there.positions..held).filter(|_| made) {
             for frequency in inverse_frequencies {
                 let (s, c) = f64::from(at as f32 * frequency).sin_cos();
@@ -159,7 +159,7 @@ impl RopeTable {
 
 impl Angles {
     pub(super) fn cuda(&self, head_dim: usize) -> &Table {
-        self.on_gpu.get_or_init(|| Table::new(head_dim, &self.cos, &self.sin))
+        self.on_gpu.get_or_init(|| Table::new(head_dim, &self.cos, &self.sin, &self.query_scale))
     }
 }
 
@@ -201,7 +201,6 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
         }
         Device::Cuda => {
             let [q, k] = both.map(Tensor::cuda_mut);
-            assert!(table.rotation.query_scale.is_none(), "rope: no kernel scales queries by position");
             cuda::rope::rotate(q, k, rows, positions.cuda(), angles.cuda(head_dim), back);
         }
     }

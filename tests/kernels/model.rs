@@ -57,6 +57,15 @@ pub fn gemma2() -> Arch {
     arch_with("gemma2", 1, &keys)
 }
 
+/// Queries that grow every 16 tokens.
+pub fn ministral3() -> Arch {
+    let keys = serde_json::json!({"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5,
+    }});
+    arch_with("ministral3", 1, &keys)
+}
+
 /// A model on the GPU, and the same values on the CPU in f32.
 fn both(arch: &Arch) -> [(Transformer, Weights); 2] {
     let head = Head::LanguageModel;
@@ -88,7 +97,7 @@ fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
 /// Compares all results of training on rows that end at `ends` with the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
     // With all experts, roundings cannot change their choice.
-    for arch in [llama(), qwen3(), qwen3_moe(8), gemma2()] {
+    for arch in [llama(), qwen3(), qwen3_moe(8), gemma2(), ministral3()] {
         let models = both(&arch);
         let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());

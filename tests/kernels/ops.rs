@@ -4,7 +4,7 @@
 use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::glu::{self, Activation};
-use rlhf_hpc::ops::rope::RopeTable;
+use rlhf_hpc::ops::rope::{RopeTable, Rotation};
 use rlhf_hpc::ops::{embedding, residual, rmsnorm, rope, value_head};
 use rlhf_hpc::tensor::{DType, Indices, Layout, Tensor, Weight, WeightMut};
 use std::ops::Range;
@@ -107,6 +107,30 @@ fn positions(rows: Range<usize>) -> Vec<u32> {
 fn table(e: usize) -> RopeTable {
     let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
     RopeTable::whole(&frequencies, 1.0, 64)
+}
+
+#[test]
+fn queries_are_also_multiplied_by_the_factor_of_their_position() {
+    in_every_order(|| {
+        for (t, heads, kv_heads) in [(1, 1, 1), (30, 5, 2)] {
+            let what = format!("{t} rows, {heads} and {kv_heads} heads");
+            compare_with_cpu(&what, ["q", "k", "q back", "k back"].map(|name| (name, BF16, 3e-7)), |device| {
+                let rotation = Rotation {
+                    head_dim: 64,
+                    inverse_frequencies: (0..32).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect(),
+                    attention_factor: 1.0,
+                    query_scale: Some((0.5, 8.0)),
+                };
+                let (table, positions) = (RopeTable::new(rotation, 64), positions(0..t));
+                let at = Indices::on(device, &positions);
+                let [[mut q, mut k], [mut dq, mut dk]] =
+                    [(); 2].map(|()| [(1, heads), (2, kv_heads)].map(|(s, h)| tensor(device, s, 0..t, h * 64)));
+                rope::forward(&mut q, &mut k, &at, &table);
+                rope::backward(&mut dq, &mut dk, &at, &table);
+                [q, k, dq, dk]
+            });
+        }
+    });
 }
 
 #[test]

@@ -11,7 +11,7 @@ use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page};
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
 use rlhf_hpc::dtype::DType;
 use rlhf_hpc::ops::attention::{self, AttentionShape, KvLayer};
-use rlhf_hpc::ops::rope::{self, RopeTable};
+use rlhf_hpc::ops::rope::{self, RopeTable, Rotation};
 use rlhf_hpc::tensor::{Indices, Tensor};
 
 /// Head dims, with blocks of keys of 64 and of 32.
@@ -164,7 +164,13 @@ fn rope_fused_with_the_cache_write_equals_rope_in_place() {
         for (heads, kv_heads, e) in [(1, 1, 32), (5, 1, 80), (6, 3, 128)] {
             let (shape, rows) = (shape(heads, kv_heads, e, None), 9);
             let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
-            let (rope, at) = (RopeTable::whole(&frequencies, 1.0, 64), (20..29).collect::<Vec<u32>>());
+            let rotation = Rotation {
+                head_dim: e,
+                inverse_frequencies: frequencies,
+                attention_factor: 1.0,
+                query_scale: (heads > 1).then_some((0.5, 12.0)),
+            };
+            let (rope, at) = (RopeTable::new(rotation, 64), (20..29).collect::<Vec<u32>>());
             let at = Indices::on(Device::Cuda, &at);
             let of = |seed, heads: usize| {
                 Tensor::from_slice(rows, heads * e, &numbers(seed, rows * heads * e)).on(Device::Cuda, DType::Bf16)

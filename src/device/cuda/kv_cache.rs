@@ -246,7 +246,8 @@ pub fn kv_append(
     }
     let values = [q.arg(DType::Bf16), k.arg(DType::Bf16), v.arg(DType::Bf16)];
     check_aligned(OP, &values);
-    let tables = [table.slots.arg(), positions.arg(), angles.cos.arg(), angles.sin.arg()];
+    let [cos, sin, factors] = angles.args();
+    let tables = [table.slots.arg(), positions.arg(), cos, sin, factors];
     let sizes = [rows, heads, kv_heads, e / 2].map(|n| count(OP, n));
     let args = [&values[..], &[cache.keys.arg_mut(), cache.values.arg_mut()], &tables, &sizes].concat();
     let threads = rows * (heads + 2 * kv_heads).div_ceil(rope::HEADS) * (e / 16);

@@ -109,7 +109,7 @@ fn rope_rotates_far_heads() {
     let angles = numbers(5, 1000 * HEAD / 2);
     assert_same_bits("rope", tensors, (1 << 32) / (60 * HEAD) + 7, 2, |[q, k], rows| {
         let positions = Memory::from_values(&rows.map(|row| (row * 7 % 1000) as u32));
-        let table = Table::new(HEAD, &angles, &angles);
+        let table = Table::new(HEAD, &angles, &angles, &[]);
         rope::rotate(q.view_mut(Bf16), k.view_mut(Bf16), rows.len, &positions, &table, false);
     });
 }

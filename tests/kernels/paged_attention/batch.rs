@@ -25,7 +25,7 @@ pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSeq
     let AttentionShape { heads, head_dim: e, .. } = *shape;
     let rows: usize = sequences.iter().map(|sequence| sequence.tokens).sum();
     let [mut q, positions] = [2 * heads * e, 4].map(|bytes| Memory::zeros(bytes * rows));
-    let angles = Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2]);
+    let angles = Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2], &[]);
     let (q, kv, table) =
         (q.view_mut(DType::Bf16), [k, v].map(|x| x.view(DType::Bf16)), SequenceTable::new(sequences, shape));
     kv_append(cache, q, kv, (&positions, &angles), &table);
