@@ -60,3 +60,20 @@ KERNEL __launch_bounds__(256) geglu_backward(
     const bf16* gate, const bf16* up, const bf16* dy, bf16* dgate, bf16* dup, u64 len) {
     glu_backward<GeluTanh>(gate, up, dy, dgate, dup, len);
 }
+
+// sigmoid_forward  y = sigmoid(gate) up
+// as swiglu_forward
+// grid ceil(len / 2048), block 256, eight values a thread; needs len % 8 == 0 and 16-byte alignment
+// roofline 6 len bytes
+KERNEL __launch_bounds__(256) sigmoid_forward(const bf16* gate, const bf16* up, bf16* y, u64 len) {
+    glu_forward<Sigmoid>(gate, up, y, len);
+}
+
+// sigmoid_backward  with s = sigmoid(gate): dgate = dy up s (1 - s), dup = dy s
+// as swiglu_backward
+// grid ceil(len / 2048), block 256, eight values a thread; needs len % 8 == 0 and 16-byte alignment
+// roofline 10 len bytes
+KERNEL __launch_bounds__(256) sigmoid_backward(
+    const bf16* gate, const bf16* up, const bf16* dy, bf16* dgate, bf16* dup, u64 len) {
+    glu_backward<Sigmoid>(gate, up, dy, dgate, dup, len);
+}

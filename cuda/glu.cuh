@@ -18,6 +18,19 @@ struct Silu {
     }
 };
 
+// A gate alone: sigmoid(x)
+struct Sigmoid {
+    DEVICE float gated(float gate, float up) { return sigmoid(gate) * up; }
+
+    // As Silu's.
+    DEVICE float backward(float gate, float& up, float dy) {
+        float s = sigmoid(gate);
+        float dgate = dy * up * (s * (1.0f - s));
+        up = dy * s;
+        return dgate;
+    }
+};
+
 // GeGLU with the tanh form of GELU: x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
 struct GeluTanh {
     DEVICE float doubled(float x) { return 1.5957691f * (x + 0.044715f * x * x * x); }

@@ -7,7 +7,7 @@
 // factors (positions) f32, or null
 // grid ceil(t ceil((heads + kv_heads) / 4) e/16 / 256), block 256: eight pairs of four heads a thread; needs e % 16 == 0
 // roofline 4 t (heads + kv_heads) e bytes
-KERNEL __launch_bounds__(256) rope_rotate(bf16* q, bf16* k, const u32* positions, const float* cos, const float* sin,
+KERNEL __launch_bounds__(256, 3) rope_rotate(bf16* q, bf16* k, const u32* positions, const float* cos, const float* sin,
                                           const float* factors, float sign, u32 t, u32 heads, u32 kv_heads, u32 half) {
     turn_heads(positions, cos, sin, factors, sign, t, heads + kv_heads, half, [=](u32 row, u32 head) {
         u64 rank = head < heads ? (u64)row * heads + head : (u64)row * kv_heads + (head - heads);

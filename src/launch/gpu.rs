@@ -23,7 +23,7 @@ use crate::device::cuda::sample::PARTS_MAX;
 use crate::device::cuda::{self, Gpu, Stream, kv_cache};
 use crate::device::null;
 use crate::error::{Error, Result, format_bytes};
-use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, Head, ParamTable, Scoring, SharedName, Sinks, TensorPart};
+use crate::model::{Arch, AttentionSpec, Cut, ExpertsSpec, Feed, Head, ParamTable, Scoring, Sinks, TensorPart};
 use crate::sys::affinity;
 use std::time::Instant;
 
@@ -305,7 +305,8 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         return Ok(());
     }
     let mlps = arch.feeds().map(|mlp| ("intermediate_size", mlp.width()));
-    let mut widths = [("hidden_size", arch.width)].into_iter().chain(mlps);
+    let shared = arch.feeds().map(|mlp| ("the width of the expert for all tokens", mlp.shared_width()));
+    let mut widths = [("hidden_size", arch.width)].into_iter().chain(mlps).chain(shared);
     let mut adapters = arch.tuning.iter().flat_map(|tuning| tuning.adapters.iter().map(|(name, of)| (name, of.rank)));
     let limits = [("hidden_size", arch.width, WIDTH_MAX), ("vocab_size", arch.vocabulary, VOCABULARY_MAX)];
     let group_max = |layer: &AttentionSpec| kv_cache::group_max(layer.head_dim);
@@ -344,9 +345,6 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     if arch.deltas().next().is_some() {
         return Some("linear_attention");
     }
-    if arch.attention().has_gate {
-        return Some("attn_output_gate");
-    }
     if arch.attention().latent.is_some() {
         return Some("kv_lora_rank");
     }
@@ -356,9 +354,6 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     let mixtures = || arch.feeds().filter_map(Feed::experts);
     if mixtures().any(|experts| experts.scoring != Scoring::Softmax) {
         return Some("e_score_correction_bias");
-    }
-    if mixtures().any(|experts| experts.shared.is_some_and(|shared| shared.name == SharedName::Gated)) {
-        return Some("shared_expert_gate");
     }
     None
 }
@@ -375,8 +370,9 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         return Err(Error::usage(message).hint(format!("set tensor to {PARTS_MAX} or less")));
     }
     // (the width of an MLP, a rank's share of it)
+    let widths = || arch.feeds().flat_map(|mlp| [mlp.width(), mlp.shared_width()]);
     let shares = |size: usize| {
-        let of_rank = move |rank| arch.feeds().map(move |mlp| (mlp.width(), mlp.cut().len(TensorPart { rank, size })));
+        let of_rank = move |rank| widths().map(move |width| (width, Cut::Even(width).len(TensorPart { rank, size })));
         (0..size).flat_map(of_rank)
     };
     let works = |size: usize| shares(size).all(|(_, share)| share.is_multiple_of(8));

@@ -111,37 +111,19 @@ impl Attention {
     }
 }
 
-impl Attention {
-    /// Queries and gates (t, h*e) from heads of both (t, h*2e).
-    fn split(&self, both: &Tensor) -> (Tensor, Option<Tensor>) {
-        let (e, width) = (self.shape.head_dim, both.width() / 2);
-        let [mut q, mut gate] = [both.like(both.rows(), width), both.like(both.rows(), width)];
-        for at in (0..width).step_by(e) {
-            columns::copy(both, 2 * at, &mut q, at, e);
-            columns::copy(both, 2 * at + e, &mut gate, at, e);
-        }
-        (q, Some(gate))
-    }
-
-    /// The reverse of `split`.
-    fn join(&self, q: &Tensor, gate: &Tensor) -> Tensor {
-        let e = self.shape.head_dim;
-        let mut both = q.like(q.rows(), 2 * q.width());
-        for at in (0..q.width()).step_by(e) {
-            columns::copy(q, at, &mut both, 2 * at, e);
-            columns::copy(gate, at, &mut both, 2 * at + e, e);
-        }
-        both
-    }
-}
-
 impl Body for Attention {
     type Saved = AttentionSaved;
 
     fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> AttentionSaved {
         let (shape, t, rope_table) = (&self.shape, n.rows(), &c.ropes[self.rope]);
         let [q, k, mut v] = Linear::forward_each(c.w, &n, [&self.q, &self.k, &self.v]);
-        let (q, gate) = if self.has_gate { self.split(&q) } else { (q, None) };
+        let (q, gate) = if self.has_gate {
+            // Heads of q and their gates.
+            let [q, gate] = columns::split(&q, shape.head_dim);
+            (q, Some(gate))
+        } else {
+            (q, None)
+        };
         let (mut q, q_raw) = normed(c, q, self.q_norm.as_ref());
         let (mut k, k_raw) = normed(c, k, self.k_norm.as_ref());
         let (mut o, mut lse) = match keys {
@@ -202,7 +184,7 @@ impl Body for Attention {
         drop((q, k, v, o, d_o));
         rope::backward(&mut dq, &mut dk, c.positions, &c.ropes[self.rope]);
         let dq = unnorm(c, self.q_norm.as_ref(), q_raw, dq, grads);
-        let dq = if let Some(d_gate) = d_gate { self.join(&dq, &d_gate) } else { dq };
+        let dq = if let Some(d_gate) = d_gate { columns::join([&dq, &d_gate], self.shape.head_dim) } else { dq };
         let mut dk = unnorm(c, self.k_norm.as_ref(), k_raw, dk, grads);
         let mut dn = n.like(n.rows(), n.width());
         self.q.backward(c, &n, &dq, &mut dn, Into::Overwrite, grads);

@@ -8,7 +8,7 @@ use super::names::SHARED_GATE;
 use super::params::{ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::Gradients;
-use crate::ops::matmul::{self, Into};
+use crate::ops::matmul::Into;
 use crate::ops::row_gate;
 use crate::tensor::{Layout, Tensor};
 
@@ -44,11 +44,7 @@ impl SharedExpert {
 
     /// Everything but the last projection, from n (t, d).
     pub(super) fn forward(&self, c: Context, n: &Tensor) -> SharedSaved {
-        let logits = self.gate.map(|gate| {
-            let mut logits = n.statistics(n.rows(), 1);
-            matmul::forward(n, c.w.operand(gate, n.rows()), None, &mut logits, Into::Overwrite);
-            logits
-        });
+        let logits = self.gate.map(|gate| row_gate::logits(n, c.w.operand(gate, n.rows())));
         SharedSaved { inner: self.mlp.inner(c, n), logits }
     }
 
@@ -100,9 +96,7 @@ impl SharedExpert {
         grads: &mut Gradients,
     ) {
         let gate = self.gate.expect("only a gate has logits");
-        if !gate.is_frozen {
-            matmul::backward_weight(dlogits, n, grads.weight_mut(gate), c.w.dtype());
-        }
-        matmul::backward_input(dlogits, c.w.weight(gate), dn, Into::Add);
+        let dw = (!gate.is_frozen).then(|| grads.weight_mut(gate));
+        row_gate::backward_logits(n, c.w.weight(gate), dlogits, dn, dw, c.w.dtype());
     }
 }

@@ -77,6 +77,53 @@ pub fn place(x: &Tensor, start: usize, to: &mut Tensor, at: usize, width: usize)
     }
 }
 
+/// Takes heads of 2e columns apart: the first and the last e columns of each head.
+pub fn split(both: &Tensor, e: usize) -> [Tensor; 2] {
+    let (rows, width) = (both.rows(), both.width() / 2);
+    check_heads("split", width, e);
+    [0, e].map(|from| {
+        let mut to = both.like(rows, width);
+        match both.device() {
+            Device::Cpu => {
+                let heads = both.data().chunks_exact(2 * e).map(|head| &head[from..from + e]);
+                to.data_mut().chunks_exact_mut(e).zip(heads).for_each(|(to, head)| to.copy_from_slice(head));
+            }
+            Device::Cuda if rows == 0 => {}
+            Device::Cuda => {
+                let from = both.cuda().part(from..rows * 2 * width);
+                cuda::copy::columns(from, 2 * e, to.cuda_mut(), e, rows * width / e, e);
+            }
+        }
+        to
+    })
+}
+
+/// The reverse of `split`.
+pub fn join(parts: [&Tensor; 2], e: usize) -> Tensor {
+    let (rows, width) = (parts[0].rows(), parts[0].width());
+    check_heads("join", width, e);
+    super::check("columns::join", "the other half", parts[1], rows, width);
+    let mut both = parts[0].like(rows, 2 * width);
+    for (x, at) in parts.into_iter().zip([0, e]) {
+        match x.device() {
+            Device::Cpu => {
+                let heads = both.data_mut().chunks_exact_mut(2 * e).map(|head| &mut head[at..at + e]);
+                heads.zip(x.data().chunks_exact(e)).for_each(|(to, x)| to.copy_from_slice(x));
+            }
+            Device::Cuda if rows == 0 => {}
+            Device::Cuda => {
+                let to = both.cuda_mut().part(at..rows * 2 * width);
+                cuda::copy::columns(x.cuda(), e, to, 2 * e, rows * width / e, e);
+            }
+        }
+    }
+    both
+}
+
+fn check_heads(op: &str, width: usize, e: usize) {
+    assert!(e > 0 && width.is_multiple_of(e), "columns::{op}: {width} columns are no heads of {e}");
+}
+
 fn check(op: &str, x: &Tensor, from: usize, to: &Tensor, at: usize, width: usize) {
     let fits = x.rows() == to.rows() && from + width <= x.width() && at + width <= to.width();
     let shapes = ((x.rows(), x.width()), (to.rows(), to.width()));
@@ -96,5 +143,13 @@ mod tests {
         let mut back = Tensor::from_slice(2, 3, &[7.0; 6]);
         copy(&all, 1, &mut back, 0, 2);
         assert_eq!(back.data(), [0.0, 3.0, 7.0, 0.0, 9.0, 7.0]);
+    }
+
+    #[test]
+    fn halves_of_heads_are_taken_apart_and_joined() {
+        let both = Tensor::from_slice(1, 8, &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+        let [first, last] = split(&both, 2);
+        assert_eq!((first.data(), last.data()), (&[0.0, 1.0, 4.0, 5.0][..], &[2.0, 3.0, 6.0, 7.0][..]));
+        assert_eq!(join([&first, &last], 2).data(), both.data());
     }
 }

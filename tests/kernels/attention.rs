@@ -51,7 +51,10 @@ fn attention_with_capped_scores_and_its_gradients_equal_the_cpus_for_every_head_
     for (head_dim, heads, kv_heads) in [(32, 2, 1), (64, 2, 2), (80, 1, 1), (96, 1, 1), (128, 2, 1), (256, 2, 1)] {
         // One that nearly all scores reach, and one that few reach.
         for (cap, window) in [(0.6, None), (4.0, Some(40))] {
-            compare_with_cpu(&[70, 17], AttentionShape { softcap: Some(cap), ..shape(heads, kv_heads, head_dim, window) });
+            compare_with_cpu(
+                &[70, 17],
+                AttentionShape { softcap: Some(cap), ..shape(heads, kv_heads, head_dim, window) },
+            );
         }
     }
 }

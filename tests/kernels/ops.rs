@@ -5,7 +5,7 @@ use crate::{device, in_every_order, numbers, rounded};
 use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::glu::{self, Activation};
 use rlhf_hpc::ops::rope::{RopeTable, Rotation};
-use rlhf_hpc::ops::{embedding, residual, rmsnorm, rope, value_head};
+use rlhf_hpc::ops::{columns, embedding, residual, rmsnorm, rope, row_gate, value_head};
 use rlhf_hpc::tensor::{DType, Indices, Layout, Tensor, Weight, WeightMut};
 use std::ops::Range;
 
@@ -169,13 +169,18 @@ fn gates(len: usize) -> Vec<f32> {
 #[test]
 fn the_glu_and_its_gradients_equal_the_cpus() {
     in_every_order(|| {
-        let activations = [Activation::Silu, Activation::GeluTanh];
+        let activations = [Activation::Silu, Activation::GeluTanh, Activation::Sigmoid];
         let lens = [0, 8, 24, 96, 3000, 2 * 4096];
         for (len, of) in lens.into_iter().flat_map(|len| activations.map(|of| (len, of))) {
             // What is less than the smallest normal f32 may be 0. Where gate is about -1.28 the two terms of dgate
             // cancel.
             // The exponent of GELU's is rounded, so its tails differ.
-            let slope = if of == Activation::Silu { 1e-7 } else { 1e-5 };
+            let slope = match of {
+                Activation::Silu => 1e-7,
+                Activation::GeluTanh => 1e-5,
+                // 1 - s cancels.
+                _ => 3e-7,
+            };
             let bounds = [("y", BF16, 1e-36), ("dgate", BF16, slope), ("dup", BF16, 1e-36)];
             compare_with_cpu(&format!("{len} gates of {of:?}"), bounds, |device| {
                 let [up, dy] = [2, 3].map(|seed| tensor(device, seed, 0..1, len));
@@ -184,6 +189,81 @@ fn the_glu_and_its_gradients_equal_the_cpus() {
                 glu::forward(of, &gate, &up, &mut y);
                 glu::backward(of, &gate, &up, &dy, &mut dgate, &mut dup);
                 [y, dgate, dup]
+            });
+        }
+    });
+}
+
+#[test]
+fn gates_of_rows_and_their_gradients_equal_the_cpus_and_rows_are_independent() {
+    let gated = |device: Device, rows: Range<usize>, f: usize| {
+        let x = tensor(device, 1, rows.clone(), f);
+        let logits: Vec<f32> = gates(rows.end)[rows].to_vec();
+        let mut gate = x.statistics(x.rows(), 1);
+        match device {
+            Device::Cpu => gate.data_mut().copy_from_slice(&logits),
+            Device::Cuda => gate.cuda_mut().write(&logits),
+        }
+        let (mut y, mut dx) = (x.as_wide(x.rows()), tensor(device, 2, 0..x.rows(), f));
+        row_gate::forward(&gate, &x, &mut y);
+        let dgate = row_gate::backward(&gate, &x, &mut dx);
+        [y, dx, dgate]
+    };
+    in_every_order(|| {
+        for (t, f) in [(0, 8), (1, 8), (9, 264), (40, 1000), (3, 4096)] {
+            let of_gate = ("dgate", 2e-6, 1e-7 * (f as f64).sqrt());
+            compare_with_cpu(
+                &format!("{t} rows of {f}"),
+                [("y", BF16, 1e-36), ("dx", BF16, 1e-36), of_gate],
+                |device| gated(device, 0..t, f),
+            );
+        }
+        is_apart(20, |rows| {
+            let [y, ..] = gated(Device::Cuda, rows, 264);
+            [y]
+        });
+    });
+}
+
+#[test]
+fn the_logits_of_a_gate_and_their_gradients_are_the_sums_of_their_products() {
+    in_every_order(|| {
+        let (t, d) = (19, 264);
+        let [n, w, of_n, of_w] = [(1, t * d), (2, d), (3, t * d), (4, d)].map(|(seed, len)| numbers(seed, len));
+        let [n, w, of_n] = [n, w, of_n].map(|x| rounded(&x));
+        let on_gpu = |rows: usize, values: &[f32]| written(Device::Cuda, rows, d, values);
+        let (on, of, layout) = (on_gpu(t, &n), on_gpu(1, &w), Layout::Row);
+        let of = Weight { n: 1, k: d, layout, values: of.slice() };
+        let g = row_gate::logits(&on, of.into());
+        let (mut dn, mut dw) = (on_gpu(t, &of_n), in_f32(Device::Cuda, 4, d));
+        let gradient = WeightMut { n: 1, k: d, layout, values: dw.slice_mut() };
+        row_gate::backward_logits(&on, of, &g, &mut dn, Some(gradient), DType::F32);
+        let ([g, dn, dw], mut want) = ([g, dn, dw].map(|x| x.to_host()), of_w.clone());
+        for (row, (n, g)) in n.chunks(d).zip(&g).enumerate() {
+            let product: f64 = n.iter().zip(&w).map(|(n, w)| f64::from(*n) * f64::from(*w)).sum();
+            assert!((f64::from(*g) - product).abs() < 1e-5, "row {row}: {g}, needs {product}");
+            for i in 0..d {
+                let (got, want) = (dn[row * d + i], of_n[row * d + i] + g * w[i]);
+                // The product and the sum are rounded.
+                let within = (want.abs() + (g * w[i]).abs()) / 256.0 + 1e-6;
+                assert!((got - want).abs() <= within, "dn {row} {i}: {got}, needs {want}");
+            }
+            want.iter_mut().zip(n).for_each(|(want, n)| *want += g * n);
+        }
+        let near = dw.iter().zip(&want).all(|(got, want)| (got - want).abs() < 2e-5 * (1.0 + want.abs()));
+        assert!(near, "dw");
+    });
+}
+
+#[test]
+fn halves_of_heads_are_taken_apart_and_joined() {
+    in_every_order(|| {
+        for (t, heads, e) in [(0, 2, 32), (1, 1, 8), (7, 3, 80), (20, 4, 12)] {
+            let what = format!("{t} rows of {heads} heads of {e}");
+            compare_with_cpu(&what, ["first", "last", "joined"].map(|name| (name, 0.0, 0.0)), |device| {
+                let [first, last] = columns::split(&tensor(device, 1, 0..t, heads * 2 * e), e);
+                let joined = columns::join([&first, &last], e);
+                [first, last, joined]
             });
         }
     });

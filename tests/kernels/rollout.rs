@@ -1,7 +1,7 @@
 //! The engine on the GPU: responses by graphs equal those of ordinary steps, bit for bit.
 
 use crate::device;
-use crate::model::{VOCABULARY, gemma2, llama, ministral3, qwen3, qwen3_moe};
+use crate::model::{VOCABULARY, gated, gemma2, llama, ministral3, qwen3, qwen3_moe};
 use crate::models::recorded_and_trained;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -162,6 +162,7 @@ fn pages_of_windows_are_used_again_while_graphs_run_and_no_bit_changes() {
         ([None, None], qwen3_moe(3)),
         ([Some(7), None], gemma2()),
         ([None, None], ministral3()),
+        ([None, None], gated(3)),
     ] {
         for (block, window) in arch.blocks.iter_mut().zip(windows) {
             let Mixer::Attention(attention) = &mut block.mixer else { panic!("attention") };

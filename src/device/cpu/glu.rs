@@ -12,7 +12,7 @@ pub enum Activation {
     /// GeGLU with the tanh form of GELU (arXiv:1606.08415): x (1 + tanh(u)) / 2 = x s with s = 1 / (1 + exp(-2 u)) and
     /// u = sqrt(2 / pi) (x + 0.044715 x^3). Its slope is s (1 + 2 x (1 - s) u').
     GeluTanh,
-    /// A gate alone: s = 1 / (1 + exp(-x)), with slope s (1 - s). No GPU kernel supports it.
+    /// A gate alone: s = 1 / (1 + exp(-x)), with slope s (1 - s).
     Sigmoid,
     /// The experts of gpt-oss: y = (u + 1) g s with s = 1 / (1 + exp(-alpha g)), where g = min(gate, limit) and u is up
     /// within +-limit. The slopes outside the limits are 0. No GPU kernel supports it.

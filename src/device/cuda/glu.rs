@@ -15,9 +15,8 @@ pub fn forward(activation: Activation, gate: View, up: View, mut y: ViewMut) {
     let kernel = match activation {
         Activation::Silu => "swiglu_forward",
         Activation::GeluTanh => "geglu_forward",
-        Activation::Sigmoid | Activation::ClampedSilu { .. } => {
-            panic!("{OP}: there is no kernel for {activation:?}")
-        }
+        Activation::Sigmoid => "sigmoid_forward",
+        Activation::ClampedSilu { .. } => panic!("{OP}: there is no kernel for {activation:?}"),
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }
@@ -31,9 +30,8 @@ pub fn backward(activation: Activation, gate: View, up: View, dy: View, mut dgat
     let kernel = match activation {
         Activation::Silu => "swiglu_backward",
         Activation::GeluTanh => "geglu_backward",
-        Activation::Sigmoid | Activation::ClampedSilu { .. } => {
-            panic!("{OP}: there is no kernel for {activation:?}")
-        }
+        Activation::Sigmoid => "sigmoid_backward",
+        Activation::ClampedSilu { .. } => panic!("{OP}: there is no kernel for {activation:?}"),
     };
     gpu().launch(kernel, grid_of_eights(len), THREADS, 0, &[&args[..], &[len.into()]].concat());
 }

@@ -44,6 +44,7 @@ pub mod rank_sum;
 pub mod readback;
 pub mod rmsnorm;
 pub mod rope;
+pub mod row_gate;
 pub mod sample;
 pub mod scatter_lists;
 mod shape;

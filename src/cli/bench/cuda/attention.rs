@@ -111,7 +111,8 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
     let copies = bench.copies(4 * batch * pages * PAGE * width);
     let mut cache = KvPages::new(copies * batch * pages, &shape);
     let [k, v] = [(); 2].map(|()| bench.random((past + 1) * width));
-    let (mut q, angles) = (bench.random((past + 1) * heads * e), Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2], &[]));
+    let (mut q, angles) =
+        (bench.random((past + 1) * heads * e), Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2], &[]));
     let at = (&Memory::zeros(4 * (past + 1)), &angles);
     let tables: Vec<SequenceTable> = (0..copies)
         .map(|copy| {
