@@ -14,6 +14,8 @@ use crate::config::model::DTypeName;
 use crate::device::Device;
 use crate::device::cpu::pool;
 use crate::device::cuda::attention::HEAD_DIMS;
+use crate::device::cuda::conv::TAPS_MAX;
+use crate::device::cuda::delta::{HEADS_MAX, KEY_DIMS, VALUE_DIM_MAX};
 use crate::device::cuda::devices::{self, Found, NoGpu};
 use crate::device::cuda::experts::{CHOSEN_MAX, EXPERTS_MAX};
 use crate::device::cuda::kernels::must_compile;
@@ -342,9 +344,6 @@ fn experts_fit(spec: &ExpertsSpec) -> bool {
 
 /// What of an architecture no GPU kernel computes, by its key in config.json.
 fn without_kernel(arch: &Arch) -> Option<&'static str> {
-    if arch.deltas().next().is_some() {
-        return Some("linear_attention");
-    }
     if arch.attention().latent.is_some() {
         return Some("kv_lora_rank");
     }
@@ -358,6 +357,27 @@ fn without_kernel(arch: &Arch) -> Option<&'static str> {
     None
 }
 
+/// What of the gated delta rule, sharded over `tensor` ranks, no GPU kernel computes.
+fn delta_without_kernel(arch: &Arch, tensor: usize) -> Option<String> {
+    let on_gpu = "with job.device = \"gpu\"";
+    arch.deltas().find_map(|delta| {
+        let (key, value, taps, heads) = (delta.key_dim, delta.value_dim, delta.taps, delta.value_heads / tensor);
+        if !KEY_DIMS.contains(&key) {
+            let known = KEY_DIMS.map(|dim| dim.to_string()).join(", ");
+            Some(format!("linear_key_head_dim must be one of {known} {on_gpu} (got {key})"))
+        } else if !value.is_multiple_of(8) || value > VALUE_DIM_MAX {
+            Some(format!("linear_value_head_dim must be a multiple of 8 up to {VALUE_DIM_MAX} {on_gpu} (got {value})"))
+        } else if taps > TAPS_MAX {
+            Some(format!("linear_conv_kernel_dim must be at most {TAPS_MAX} {on_gpu} (got {taps})"))
+        } else if !heads.is_multiple_of(8) || heads > HEADS_MAX {
+            let what = format!("shards of linear_num_value_heads must be multiples of 8 up to {HEADS_MAX} {on_gpu}");
+            Some(format!("{what} (got {heads} with tensor = {tensor})"))
+        } else {
+            None
+        }
+    })
+}
+
 /// Rejects a number of tensor ranks that shards matrices in a way that no GPU kernel supports.
 pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
     if device == Device::Cpu {
@@ -368,6 +388,9 @@ pub fn check_cut(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
             "tensor must be at most {PARTS_MAX} with job.device = \"gpu\", the most vocabulary shards of a kernel (got {tensor})"
         );
         return Err(Error::usage(message).hint(format!("set tensor to {PARTS_MAX} or less")));
+    }
+    if let Some(what) = delta_without_kernel(arch, tensor) {
+        return Err(Error::usage(what).hint("set job.device = \"cpu\""));
     }
     // (the width of an MLP, a rank's share of it)
     let widths = || arch.feeds().flat_map(|mlp| [mlp.width(), mlp.shared_width()]);

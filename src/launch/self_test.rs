@@ -53,7 +53,10 @@ fn small(arch: &Arch) -> Arch {
                 Mixer::Attention(AttentionSpec { heads: sharing * kv_heads, kv_heads, window, ..attention })
             }
             Mixer::Delta(delta) => {
-                let (sharing, key_heads) = (delta.value_heads / delta.key_heads, delta.key_heads.min(2));
+                let sharing = delta.value_heads / delta.key_heads;
+                // Rows of eights.
+                let mut counts = 2..delta.key_heads;
+                let key_heads = counts.find(|n| (n * sharing).is_multiple_of(8)).unwrap_or(delta.key_heads);
                 Mixer::Delta(DeltaSpec { value_heads: sharing * key_heads, key_heads, ..delta })
             }
         };

@@ -19,7 +19,7 @@ use crate::ops::delta::{self, DeltaShape, States};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::Into;
 use crate::ops::rmsnorm;
-use crate::tensor::{Layout, Tensor};
+use crate::tensor::{Flat, Layout, Slice, Tensor};
 
 /// The number that keeps the length of a query or a key from 0.
 const LENGTH_EPS: f32 = 1e-6;
@@ -145,15 +145,15 @@ impl Delta {
         &self.places
     }
 
-    fn parameters<'a>(&self, w: &'a Unit) -> [&'a [f32]; 2] {
-        [self.log_a, self.bias].map(|id| w.vector(id).f32())
+    fn parameters<'a>(&self, w: &'a Unit) -> [Slice<'a>; 2] {
+        [self.log_a, self.bias].map(|id| w.vector(id))
     }
 
     /// The inputs of the rule from projections.
     fn inputs_of(&self, w: &Unit, raw: &[Tensor; 3], gates: &[Tensor; 2], states: &mut States) -> Inputs {
         let [q, k, v] = [0, 1, 2].map(|i| {
             let mut y = raw[i].like(raw[i].rows(), raw[i].width());
-            delta::conv_forward(&raw[i], w.vector(self.taps[i]).f32(), states, self.places.convolutions[i], &mut y);
+            delta::conv_forward(&raw[i], w.vector(self.taps[i]), states, self.places.convolutions[i], &mut y);
             y
         });
         let dim = self.places.shape.key_dim;
@@ -168,22 +168,26 @@ impl Delta {
 }
 
 impl Normed {
-    /// x / sqrt(|x|^2 + eps) * scale for each head of `dim` columns: the RMSNorm with a constant weight.
+    /// x / sqrt(|x|^2 + eps) * scale for each head of `dim` columns: the RMSNorm with a constant weight, which is its offset,
+    /// in f32 on every device.
     fn new(x: Tensor, dim: usize, scale: f32) -> Self {
         let (mut y, mut rstd) = (x.like(x.rows(), x.width()), x.statistics(x.rows(), x.width() / dim));
-        rmsnorm::forward(&x, &weight(dim, scale)[..], 0.0, LENGTH_EPS / dim as f32, &mut y, &mut rstd);
+        let none = x.zeros_like(1, dim);
+        rmsnorm::forward(&x, none.slice(), weight(dim, scale), LENGTH_EPS / dim as f32, &mut y, &mut rstd);
         Self { x, y, rstd }
     }
 
     fn backward(self, dim: usize, scale: f32, dy: &Tensor) -> Tensor {
-        let mut dx = self.x.zeros_like(self.x.rows(), self.x.width());
-        rmsnorm::backward(&self.x, &weight(dim, scale)[..], 0.0, &self.rstd, dy, &mut dx, &mut vec![0.0; dim][..]);
+        let (mut dx, none) = (self.x.zeros_like(self.x.rows(), self.x.width()), self.x.zeros_like(1, dim));
+        let mut unused = Flat::zeros(self.x.device(), dim);
+        let (weight, unused) = (weight(dim, scale), unused.all_mut());
+        rmsnorm::backward(&self.x, none.slice(), weight, &self.rstd, dy, &mut dx, unused);
         dx
     }
 }
 
-fn weight(dim: usize, scale: f32) -> Vec<f32> {
-    vec![scale / (dim as f32).sqrt(); dim]
+fn weight(dim: usize, scale: f32) -> f32 {
+    scale / (dim as f32).sqrt()
 }
 
 impl Body for Delta {
@@ -191,7 +195,7 @@ impl Body for Delta {
 
     fn forward(&self, c: Context, n: Tensor, keys: &mut LayerKeys) -> DeltaSaved {
         let mut states = match keys {
-            LayerKeys::Packed(packed) => States::whole(packed.cu_seqlens),
+            LayerKeys::Packed(packed) => States::packed(n.device(), packed),
             LayerKeys::State(cache, paged) => States::cached(cache, paged),
             LayerKeys::Paged(..) => unreachable!("the delta rule has a cache of states"),
         };
@@ -224,30 +228,30 @@ impl Body for Delta {
         self.norm.backward(c, &o, &rstd, &d_normed, &mut d_o, grads);
         drop((y, d_y, normed, d_normed, o, z));
 
-        let mut states = States::whole(packed.cu_seqlens);
+        let mut states = States::packed(n.device(), packed);
         let gates = [rate, decay];
         let x = self.inputs_of(c.w, &raw, &gates, &mut states);
         let of = [&x.q.y, &x.k.y, &x.v, &x.gates[0], &x.gates[1]];
-        let [dq, dk, dv, d_decay, d_rate] = delta::backward(of, &self.places.shape, &states.rows, &d_o);
+        let [dq, dk, dv, d_decay, d_rate] = delta::backward(of, &self.places.shape, &states, &d_o);
         let DeltaShape { key_dim: dim, value_heads, .. } = self.places.shape;
         let slopes = [x.q.backward(dim, 1.0 / (dim as f32).sqrt(), &dq), x.k.backward(dim, 1.0, &dk), dv];
         let [rate, decay] = &gates;
-        let mut sums = [vec![0.0; value_heads], vec![0.0; value_heads]];
-        let of_parameters = sums.each_mut().map(|sum| &mut sum[..]);
+        let mut sums = [(); 2].map(|()| Flat::zeros(n.device(), value_heads));
+        let of_parameters = sums.each_mut().map(Flat::all_mut);
         let slopes_of_gates = [d_decay, d_rate];
         let [d_decay, d_rate] =
             delta::gates_backward([decay, rate], self.parameters(c.w), slopes_of_gates, of_parameters);
-        [self.log_a, self.bias].into_iter().zip(&sums).for_each(|(id, sum)| grads.add_vector(id, sum));
+        [self.log_a, self.bias].into_iter().zip(&sums).for_each(|(id, sum)| grads.add_vector(id, sum.all()));
 
         let mut dn = n.like(t, n.width());
         self.gate.backward(c, &n, &dz, &mut dn, Into::Overwrite, grads);
         self.rate.backward(c, &n, &d_rate, &mut dn, Into::Add, grads);
         self.decay.backward(c, &n, &d_decay, &mut dn, Into::Add, grads);
         for (i, slope) in slopes.into_iter().enumerate() {
-            let (taps, id) = (c.w.vector(self.taps[i]).f32(), self.taps[i]);
-            let mut d_taps = vec![0.0; taps.len()];
-            let d_raw = delta::conv_backward(&raw[i], taps, &states.rows, slope, &mut d_taps);
-            grads.add_vector(id, &d_taps);
+            let (taps, id) = (c.w.vector(self.taps[i]), self.taps[i]);
+            let mut d_taps = Flat::zeros(n.device(), taps.len());
+            let d_raw = delta::conv_backward(&raw[i], taps, &states, slope, d_taps.all_mut());
+            grads.add_vector(id, d_taps.all());
             self.inputs[i].backward(c, &n, &d_raw, &mut dn, Into::Add, grads);
         }
         c.tensor.sum_slice(dn.slice_mut());

@@ -63,7 +63,7 @@ impl Mixer {
         match self {
             Self::Attention(of) => LayerCache::Keys(KvLayer::new(device, dtype, pages, &of.shape)),
             Self::Latent(of) => LayerCache::Keys(KvLayer::new(device, dtype, pages, &of.shape)),
-            Self::Delta(of) => LayerCache::State(StateLayer::new(pages, of.places().page_len())),
+            Self::Delta(of) => LayerCache::State(StateLayer::new(device, pages, of.places().page_len())),
         }
     }
 

@@ -22,8 +22,8 @@ const WINDOW: usize = 32;
 /// The sizes of the gated delta rule.
 const DELTA: [(&str, usize); 5] = [
     ("linear_num_key_heads", 2),
-    ("linear_num_value_heads", 4),
-    ("linear_key_head_dim", 16),
+    ("linear_num_value_heads", 8),
+    ("linear_key_head_dim", 32),
     ("linear_value_head_dim", 16),
     ("linear_conv_kernel_dim", 4),
 ];

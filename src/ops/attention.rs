@@ -9,14 +9,16 @@ use super::attention_shape::{check, check_heads, delta, note_backward, note_pair
 use super::ring_attention::Steps;
 use super::rope::{self, RopeTable};
 use crate::device::cpu::attention::Cached;
+use crate::device::cpu::delta::StateRow;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
+use crate::device::cuda::states::StateTable;
 use crate::device::{Device, cpu, cuda, null};
 use crate::dtype::{DType, round_bf16};
 use crate::sys::lock::lock;
 use crate::tensor::{Flat, Indices, Slice, SliceMut, Tensor};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// Lookup tables for GPU kernels, one per shape of a layer, made at the first use of the shape.
 #[derive(Debug)]
@@ -47,11 +49,17 @@ pub struct Packed<'a> {
     spans: Vec<Span>,
     tables: Tables<SpanTable>,
     steps: Tables<Steps>,
+    states: OnceLock<Arc<StateTable>>,
 }
 
 impl Packed<'_> {
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
         self.tables.get_or_make(shape, || SpanTable::new(&self.spans, shape))
+    }
+
+    /// The sequences as layers with states read them on a GPU.
+    pub fn states(&self) -> Arc<StateTable> {
+        self.states.get_or_init(|| Arc::new(StateTable::whole(&StateRow::whole(self.cu_seqlens)))).clone()
     }
 
     /// The steps of rank `rank` among the `size` ranks that share the sequences. Each process is one rank.
@@ -62,7 +70,8 @@ impl Packed<'_> {
 
 impl<'a> From<&'a [usize]> for Packed<'a> {
     fn from(cu_seqlens: &'a [usize]) -> Self {
-        Self { cu_seqlens, spans: Span::whole(cu_seqlens), tables: Tables::default(), steps: Tables::default() }
+        let (tables, steps) = (Tables::default(), Tables::default());
+        Self { cu_seqlens, spans: Span::whole(cu_seqlens), tables, steps, states: OnceLock::new() }
     }
 }
 
@@ -212,6 +221,7 @@ impl KvLayer {
 pub struct Paged<'a> {
     source: Source<'a>,
     tables: Tables<SequenceTable>,
+    states: OnceLock<Arc<StateTable>>,
 }
 
 /// The source of the sequences.
@@ -231,7 +241,8 @@ impl<'a> Paged<'a> {
     /// The first `rows` sequences of tables that only the GPU reads, with their pages in a cache group. With `longest`,
     /// decoding is split for contexts of up to that many tokens.
     pub fn on_gpu(tables: &'a decode::DecodeState, group: usize, rows: usize, longest: Option<usize>) -> Self {
-        Self { source: Source::Gpu { tables, group, rows, longest }, tables: Tables::default() }
+        let source = Source::Gpu { tables, group, rows, longest };
+        Self { source, tables: Tables::default(), states: OnceLock::new() }
     }
 
     fn cuda(&self, shape: &AttentionShape) -> Arc<SequenceTable> {
@@ -239,6 +250,15 @@ impl<'a> Paged<'a> {
             Source::Host(sequences) => SequenceTable::new(sequences, shape),
             Source::Gpu { tables, group, rows, longest } => tables.sequences(group, rows, longest, shape),
         })
+    }
+
+    /// The sequences as layers with states read them on a GPU.
+    pub fn states(&self) -> Arc<StateTable> {
+        let make = || match self.source {
+            Source::Host(sequences) => StateTable::cached(sequences),
+            Source::Gpu { tables, group, rows, .. } => tables.states(group, rows),
+        };
+        self.states.get_or_init(|| Arc::new(make())).clone()
     }
 
     /// Counts the cost of attention over the sequences for a plan, with keys and values of `bytes` each.
@@ -271,7 +291,7 @@ impl<'a> Paged<'a> {
 
 impl<'a> From<&'a [PagedSequence<'a>]> for Paged<'a> {
     fn from(sequences: &'a [PagedSequence<'a>]) -> Self {
-        Self { source: Source::Host(sequences), tables: Tables::default() }
+        Self { source: Source::Host(sequences), tables: Tables::default(), states: OnceLock::new() }
     }
 }
 

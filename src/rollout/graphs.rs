@@ -129,6 +129,9 @@ impl Run<'_> {
             return None;
         }
         let bucket = bucket(sequences.len(), self.limits.batch_max);
+        for (group, from, to) in self.scheduler.take_copies() {
+            model.transformer.kv_copy_page(self.cache, group, from, to);
+        }
         self.fill(&sequences, bucket);
         let rows = sequences.into_iter().map(|sequence| Row { sequence, state: State::GoesOn }).collect();
         Some(DecodeBatch { rows, bucket, launched: 0, idle: 0, is_over: false })

@@ -157,6 +157,7 @@ fn info_prints_the_facts_about_a_model() {
         ("ministral3", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
         ("gpt_oss", "(sinks of attention, biases of experts) has no GPU kernel"),
         ("mixtral", "the number of experts must be a multiple of 8"),
+        ("qwen3_next", "all of it runs on GPUs, with mesh.tensor = 1"),
         ("glm4_moe", "e_score_correction_bias has no GPU kernel"),
         ("qwen3_moe", "all of it runs on GPUs, with mesh.tensor = 1, 2"),
         ("qwen3", "all of it runs on GPUs, with mesh.tensor = 1, 2"),

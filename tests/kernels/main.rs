@@ -7,6 +7,7 @@ mod attention;
 mod attention_reference;
 mod axes_check;
 mod copy;
+mod delta;
 mod driver;
 mod embedded;
 mod emulation;

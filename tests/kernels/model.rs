@@ -77,6 +77,17 @@ pub fn gated(chosen: usize) -> Arch {
     arch_with("qwen3_next", 1, &keys)
 }
 
+/// A layer with the gated delta rule and one with attention, and a mixture as in `gated`.
+pub fn hybrid(chosen: usize) -> Arch {
+    let keys = serde_json::json!({
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_tok": chosen,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "norm_topk_prob": true,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    });
+    arch_with("qwen3_next", 1, &keys)
+}
+
 /// A model on the GPU, and the same values on the CPU in f32.
 fn both(arch: &Arch) -> [(Transformer, Weights); 2] {
     let head = Head::LanguageModel;
@@ -108,7 +119,7 @@ fn hidden_states_log_probabilities_and_gradients_equal_the_cpus_up_to_bf16() {
 /// Compares all results of training on rows that end at `ends` with the CPU.
 pub fn follow_the_cpu(ends: &[usize]) {
     // With all experts, roundings cannot change their choice.
-    for arch in [llama(), qwen3(), qwen3_moe(8), gemma2(), ministral3(), gated(8)] {
+    for arch in [llama(), qwen3(), qwen3_moe(8), gemma2(), ministral3(), gated(8), hybrid(8)] {
         let models = both(&arch);
         let (t, positions) = (ends[ends.len() - 1], packed_positions(ends));
         let (tokens, picked): (_, Vec<u32>) = (tokens(t), (0..t as u32 - 1).filter(|i| i % 3 != 1).collect());

@@ -2,8 +2,9 @@
 //! in parts against whole rows.
 
 use crate::ops::probe::Numbers;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::ops::attention::{Paged, PagedSequence};
-use rlhf_hpc::ops::delta::{self, DeltaShape, StateLayer, StateRow, States};
+use rlhf_hpc::ops::delta::{self, DeltaShape, StateLayer, States};
 use rlhf_hpc::tensor::Tensor;
 
 /// Heads that share keys; columns that fill a part of a block, or more than one.
@@ -66,13 +67,12 @@ fn the_delta_rule_equals_a_naive_loop_and_its_slopes_finite_differences() {
     for (i, shape) in SHAPES.iter().enumerate() {
         let mut numbers = Numbers::new(40 + i as u64);
         let x = inputs(shape, &mut numbers);
-        let rows = StateRow::whole(&ROWS);
         let o = delta::forward(x.each_ref(), shape, &mut States::whole(&ROWS), 0);
         let exact = x.each_ref().map(wide);
         let apart = o.data().iter().zip(naive(&exact, shape)).map(|(o, e)| (f64::from(*o) - e).abs());
         assert!(apart.fold(0.0, f64::max) < 1e-5, "{shape:?}");
         let d_o = numbers.tensor(o.rows(), o.width());
-        let slopes = delta::backward(x.each_ref(), shape, &rows, &d_o);
+        let slopes = delta::backward(x.each_ref(), shape, &States::whole(&ROWS), &d_o);
         let loss =
             |x: &[Vec<f64>; 5]| -> f64 { naive(x, shape).iter().zip(d_o.data()).map(|(o, d)| o * f64::from(*d)).sum() };
         for (input, slope) in slopes.iter().enumerate() {
@@ -102,12 +102,12 @@ fn a_row_in_parts_has_the_bits_of_the_whole_row_for_any_cuts() {
         let (kept, whole) = ((TAPS - 1) * width, [0, x[2].rows()]);
         let both = |x: &[Tensor; 5], states: &mut States| {
             let mut y = x[2].like(x[2].rows(), width);
-            delta::conv_forward(&x[2], &taps, states, 0, &mut y);
+            delta::conv_forward(&x[2], &taps[..], states, 0, &mut y);
             [y, delta::forward(x.each_ref(), shape, states, kept)]
         };
         let expected = both(&x, &mut States::whole(&whole));
         for cuts in [vec![1], vec![2, 3, 70], vec![32, 64], (1..79).collect()] {
-            let mut cache = StateLayer::new(3, kept + shape.state_len());
+            let mut cache = StateLayer::new(Device::Cpu, 3, kept + shape.state_len());
             let mut start = 0;
             for end in cuts.into_iter().chain([whole[1]]) {
                 let part = x
@@ -142,13 +142,13 @@ fn the_convolution_equals_a_naive_loop_and_its_slopes_finite_differences() {
         y
     };
     let mut y = x.like(x.rows(), channels);
-    delta::conv_forward(&x, &w, &mut States::whole(&ROWS), 0, &mut y);
+    delta::conv_forward(&x, &w[..], &mut States::whole(&ROWS), 0, &mut y);
     let (wide_x, wide_w) = (wide(&x), w.iter().map(|&w| f64::from(w)).collect::<Vec<_>>());
     let apart = y.data().iter().zip(naive(&wide_x, &wide_w)).map(|(y, e)| (f64::from(*y) - e).abs());
     assert!(apart.fold(0.0, f64::max) < 1e-6);
     let dy = numbers.tensor(x.rows(), channels);
     let mut dw = vec![0.5; w.len()];
-    let dx = delta::conv_backward(&x, &w, &StateRow::whole(&ROWS), dy.clone(), &mut dw);
+    let dx = delta::conv_backward(&x, &w[..], &States::whole(&ROWS), dy.clone(), &mut dw[..]);
     let loss =
         |x: &[f64], w: &[f64]| -> f64 { naive(x, w).iter().zip(dy.data()).map(|(y, d)| y * f64::from(*d)).sum() };
     let slope_at = |values: &[f64], at: usize, loss: &dyn Fn(&[f64]) -> f64| {

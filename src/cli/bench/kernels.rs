@@ -8,7 +8,7 @@ use crate::model::cost::{self, Work};
 use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, TensorPart};
 use crate::ops::adamw;
 use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
-use crate::ops::delta::{self, DeltaShape, StateLayer, StateRow, States};
+use crate::ops::delta::{self, DeltaShape, StateLayer, States};
 use crate::ops::experts::{Routing, Rule};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
@@ -200,7 +200,7 @@ fn delta_rule(meter: &mut Meter, name: &str, shape: &DeltaShape) {
         widths.map(|width| filled(t, width))
     };
     let cu_seqlens: Vec<usize> = (0..=BATCH).map(|row| row * TOKENS).collect();
-    let (x, rows) = (inputs(BATCH * TOKENS), StateRow::whole(&cu_seqlens));
+    let (x, states) = (inputs(BATCH * TOKENS), States::whole(&cu_seqlens));
     let d_o = filled(BATCH * TOKENS, values);
     let cost = |tokens: usize| Work { attention: delta::flops(shape, tokens), ..Work::default() };
     let label = |what: &str| format!("{name} delta rule{what} {BATCH} x {TOKENS}");
@@ -209,9 +209,9 @@ fn delta_rule(meter: &mut Meter, name: &str, shape: &DeltaShape) {
     });
     let twice = cost(BATCH * TOKENS) + cost(BATCH * TOKENS);
     meter.short(&label(" backward"), Some(BATCH * TOKENS), twice, || {
-        drop(delta::backward(x.each_ref(), shape, &rows, &d_o));
+        drop(delta::backward(x.each_ref(), shape, &states, &d_o));
     });
-    let (mut cache, x) = (StateLayer::new(DECODED, shape.state_len()), inputs(DECODED));
+    let (mut cache, x) = (StateLayer::new(Device::Cpu, DECODED, shape.state_len()), inputs(DECODED));
     let pages: Vec<[u32; 1]> = (0..DECODED as u32).map(|page| [page]).collect();
     let sequences: Vec<PagedSequence> =
         pages.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();

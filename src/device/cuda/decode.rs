@@ -13,6 +13,7 @@ use super::memory::{Memory, View, ViewMut};
 use super::readback::Late;
 use super::sample::{self, Params, Rows, SAMPLED};
 use super::shape::{dim, to_i32};
+use super::states::StateTable;
 use crate::device::cpu::attention::AttentionShape;
 use crate::device::cpu::sample::SampleParams;
 use crate::device::null;
@@ -237,6 +238,12 @@ impl DecodeState {
             rows,
             shape: *shape,
         }
+    }
+
+    /// The first `rows` rows, in the form in which layers with states read them in a cache group.
+    pub fn states(&self, cache_group: usize, rows: usize) -> StateTable {
+        let slots = Words { memory: self.slots.clone(), start: cache_group * self.room.rows };
+        StateTable::on_gpu(self.sequences.clone(), slots, rows)
     }
 
     /// Runs `step` with only idle rows, without a lasting effect on the state.

@@ -58,7 +58,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    fn new<T: Pod>(values: &[T]) -> Self {
+    pub fn new<T: Pod>(values: &[T]) -> Self {
         Self { memory: Arc::new(Memory::from_values(values)), start: 0 }
     }
 

@@ -294,10 +294,10 @@ impl Gradients {
         }
     }
 
-    /// Adds to the gradient of a vector or the taps of a convolution, in f32 on the CPU, unless it is frozen.
-    pub fn add_vector(&mut self, id: ParamId, values: &[f32]) {
+    /// Adds to the gradient of a vector or the taps of a convolution, in f32, unless it is frozen.
+    pub fn add_vector<'a>(&mut self, id: ParamId, values: impl Into<Slice<'a>>) {
         if !id.is_frozen {
-            self.vector_mut(id).f32().iter_mut().zip(values).for_each(|(gradient, x)| *gradient += x);
+            residual::accumulate(values.into(), self.vector_mut(id));
         }
     }
 
