@@ -356,10 +356,21 @@ impl Arch {
                 return Err(c.wrong("head_dim", &format!("({head_dim}) must be even for rotary embeddings")));
             }
         }
-        if let Some(feed) = self.feeds().find(|feed| feed.width() > WIDTH_MAX) {
+        let too_wide = |heads: usize, dim: usize| heads.saturating_mul(dim) > WIDTH_MAX;
+        for DeltaSpec { key_heads, value_heads, key_dim, value_dim, .. } in self.deltas() {
+            for (what, heads, dim) in [("key", *key_heads, *key_dim), ("value", *value_heads, *value_dim)] {
+                if too_wide(heads, dim) {
+                    let key = format!("linear_num_{what}_heads");
+                    let message = format!("({heads}) times linear_{what}_head_dim ({dim}) must be at most {WIDTH_MAX}");
+                    return Err(c.wrong(&key, &message));
+                }
+            }
+        }
+        let widest = |feed: &Feed| feed.width().max(feed.shared_width());
+        if let Some(feed) = self.feeds().find(|feed| widest(feed) > WIDTH_MAX) {
             let is_own = feed.experts().is_some() && c.has("moe_intermediate_size");
             let key = if is_own { "moe_intermediate_size" } else { "intermediate_size" };
-            return Err(c.wrong(key, &format!("must be at most {WIDTH_MAX} (got {})", feed.width())));
+            return Err(c.wrong(key, &format!("must be at most {WIDTH_MAX} (got {})", widest(feed))));
         }
         let eps = self.norm.eps;
         if eps.is_nan() || eps < 0.0 {

@@ -136,6 +136,10 @@ fn linear_layers(c: &Reader, family: &Family, layers: usize) -> Result<Vec<bool>
     }
     let Some(types) = c.get("layer_types") else {
         let interval = c.count("full_attention_interval")?.unwrap_or(4);
+        if interval > layers {
+            let what = format!("must be at most num_hidden_layers, {layers}, as at least one layer has attention");
+            return Err(c.wrong("full_attention_interval", &format!("{what} (got {interval})")));
+        }
         return Ok((1..=layers).map(|i| !i.is_multiple_of(interval)).collect());
     };
     let is_linear = |kind: &Value| match kind.as_str() {

@@ -245,6 +245,16 @@ fn keys_of_routers_and_of_latent_attention_that_fit_no_model_are_named() {
         config(dir.path(), key, value);
         refuses(dir.path(), &[message]);
     }
+    for (key, value, message) in [
+        ("num_hidden_layers", json!(1), "full_attention_interval must be at most num_hidden_layers, 1"),
+        ("linear_num_value_heads", json!(1 << 30), "linear_num_value_heads (1073741824) times linear_value_head_dim"),
+        ("num_experts", json!(1 << 30), "num_experts must be at most 16384 (got 1073741824)"),
+    ] {
+        let dir = copy("qwen3_next");
+        edit_json(&dir.path().join("config.json"), |c| drop(c.as_object_mut().unwrap().remove("layer_types")));
+        config(dir.path(), key, value);
+        refuses(dir.path(), &[message]);
+    }
     let dir = copy("deepseek_v3");
     let name = "model.layers.1.mlp.gate.e_score_correction_bias";
     edit_safetensors(&dir.path().join("model.safetensors"), |header, _| rename(header, name, "other"));

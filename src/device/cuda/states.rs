@@ -52,7 +52,7 @@ impl StateTable {
         Self::of(&entries, Some(Words::new(&slots)))
     }
 
-    /// One new token of each of `rows` sequences, of which tables on the GPU tell the rest.
+    /// One new token of each of `rows` sequences; the rest is in tables on the GPU.
     pub(super) fn on_gpu(sequences: Arc<Memory>, slots: Words, rows: usize) -> Self {
         let (bounds, whole) = (OnceLock::new(), Vec::new());
         Self { sequences, slots: Some(slots), count: rows, longest: 1, rows, bounds, whole }
