@@ -26,6 +26,8 @@ const GRADIENT_APART: f64 = 0.05;
 
 const WIDTH_MAX: usize = 1024;
 const MLP_WIDTH_MAX: usize = 256;
+/// The most experts. Each token has all of them: rounding would change which ones are chosen.
+const EXPERTS_MAX: usize = 8;
 const VOCABULARY_MAX: usize = 512;
 /// The largest window; it is shorter than the longest sequence, so that it masks keys.
 const WINDOW_MAX: usize = 24;
@@ -60,7 +62,7 @@ fn small(arch: &Arch) -> Arch {
                 Mixer::Delta(DeltaSpec { value_heads: sharing * key_heads, key_heads, ..delta })
             }
         };
-        BlockSpec { mixer, feed: block.feed.narrowed(MLP_WIDTH_MAX), ..*block }
+        BlockSpec { mixer, feed: block.feed.narrowed(MLP_WIDTH_MAX, EXPERTS_MAX), ..*block }
     };
     // Layers of two kinds, if there are two.
     let first = &arch.blocks[0];

@@ -325,14 +325,16 @@ impl Feed {
         }
     }
 
-    /// The same with an inner width of at most `width`.
+    /// The same with an inner width of at most `width`. Of a mixture it keeps at most `count` experts, and each token has
+    /// all of them.
     #[must_use]
-    pub fn narrowed(self, width: usize) -> Self {
+    pub fn narrowed(self, width: usize, count: usize) -> Self {
         match self {
             Self::Dense(mlp) => Self::Dense(DenseSpec { width: mlp.width.min(width), ..mlp }),
             Self::Experts(experts) => {
                 let shared = experts.shared.map(|shared| SharedSpec { width: shared.width.min(width), ..shared });
-                Self::Experts(ExpertsSpec { width: experts.width.min(width), shared, ..experts })
+                let (width, count) = (experts.width.min(width), experts.count.min(count));
+                Self::Experts(ExpertsSpec { width, count, top_k: count, shared, ..experts })
             }
         }
     }

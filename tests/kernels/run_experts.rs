@@ -70,6 +70,9 @@ fn metrics_of_experts_on_several_gpus_equal_those_of_one_and_nccl_equals_the_hos
             assert_same(at, name, &by_mpi);
         }
     }
+    let (_, said) = job(4, "checked", "job.check=true job.collectives=nccl mesh.expert=2 mesh.zero=1");
+    let words = said.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("collectives checked over data, expert, expert replicas in "), "{said}");
 }
 
 #[test]
