@@ -325,8 +325,8 @@ impl Feed {
         }
     }
 
-    /// The same with an inner width of at most `width`. Of a mixture it keeps at most `count` experts, and each token has
-    /// all of them.
+    /// The same with an inner width of at most `width`. A mixture keeps at most `count` experts, and each token has all of
+    /// them.
     #[must_use]
     pub fn narrowed(self, width: usize, count: usize) -> Self {
         match self {
