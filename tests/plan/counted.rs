@@ -130,7 +130,7 @@ fn an_expert_axis_divides_experts_in_nf4_and_its_traffic_is_counted() {
     let [half, quarter] = [bases[0] - bases[1], bases[1] - bases[2]];
     assert!(half > 0.3 * bases[0] && (1.9..2.1).contains(&(half / quarter)), "{bases:?}");
     let [(whole, _), (divided, moved)] = [1, 2].map(|expert| on(expert, &[]));
-    let [whole, divided] = [whole, divided].map(|memory| memory.bytes_of(Phase::Train, "weights") as f64);
+    let [whole, divided] = [whole, divided].map(|memory| memory.bytes_of(Phase::Train, "weights of the actor") as f64);
     assert!(moved > 0.0 && divided < 0.75 * whole, "{divided} of {whole} bytes, {moved} bytes moved");
 }
 
