@@ -58,6 +58,10 @@ pub struct Args {
     #[argh(option, default = "String::from(\"messages\")")]
     pub messages_key: String,
 
+    /// text that each prompt is written into, in place of {}
+    #[argh(option, default = "String::new()")]
+    pub template: String,
+
     /// encode rows with the tokenizer's chat template
     #[argh(switch)]
     pub chat_template: bool,
@@ -151,11 +155,13 @@ pub fn run(args: &Args) -> Result<()> {
         margin_key: args.margin_key.clone(),
         label_key: args.label_key.clone().unwrap_or_default(),
         messages_key: args.messages_key.clone(),
+        template: args.template.clone(),
         chat_template: args.chat_template,
         chat_template_args: args.chat_template_args.clone(),
         split: split(args)?,
         ..DataConfig::default()
     };
+    config.check_template().map_err(|e| e.within("--template"))?;
     let tokenizer = &tokenizer::load(tokenizer)?;
     if args.chat_template {
         tokenizer.warn_of_turn_end(&args.chat_template_args);

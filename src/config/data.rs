@@ -93,6 +93,7 @@ table! {
         pub pretrain_key: String = "text".to_owned(),
         pub pretrain_tokens_max: usize = 1024 => 1.0..=TOKENS,
         pub weights: Vec<f64> = Vec::new(),
+        pub rows_max: usize = 0 => 0.0..=COUNT,
         pub prompt_split: String = String::new(),
         pub eval_split: String = String::new(),
         #[serde(deserialize_with = "one_or_many")]
@@ -105,6 +106,7 @@ table! {
         pub margin_key: String = String::new(),
         pub label_key: String = String::new(),
         pub messages_key: String = "messages".to_owned(),
+        pub template: String = String::new(),
         pub chat_template: bool = false,
         pub chat_template_args: Map<String, Value> = Map::new(),
         pub prompt_tokens_max: usize = 1024 => 1.0..=TOKENS,
@@ -158,6 +160,7 @@ impl DataConfig {
             prompts: set.prompts.clone(),
             pretrain: Vec::new(),
             weights: Vec::new(),
+            rows_max: 0,
             prompt_split: String::new(),
             eval_split: set.split.clone(),
             eval_sets: Vec::new(),
@@ -200,10 +203,25 @@ impl DataConfig {
         Ok(())
     }
 
+    /// Checks `data.template`.
+    pub fn check_template(&self) -> Result<()> {
+        let Self { template, .. } = self;
+        let count = template.matches("{}").count();
+        Error::need(
+            template.is_empty() || count == 1,
+            format!("data.template must contain {{}} once, in place of the prompt (got {template:?})"),
+        )?;
+        Error::need(
+            template.is_empty() || !self.chat_template,
+            "data.template and data.chat_template exclude each other: both say how a prompt is written",
+        )
+    }
+
     /// Checks keys that depend on each other. Types and ranges cannot do that.
     pub fn check(&self) -> Result<()> {
         let hint = "set it to shard prefixes or files of rows";
         self.check_eval_sets()?;
+        self.check_template()?;
         let has_rows = !self.prompts.is_empty() || self.only_evaluates && !self.eval_sets.is_empty();
         Error::need(has_rows, "data.prompts is empty").map_err(|e| e.hint(hint))?;
         let (overlap, longest) = (self.window_overlap_tokens, self.prompt_tokens_max);

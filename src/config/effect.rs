@@ -15,7 +15,7 @@ type Need<T> = (&'static str, &'static str, fn(&T) -> bool);
 #[rustfmt::skip]
 const NEEDS: &[Need<Config>] = &[
     (
-        "job.steps job.export gradient optim.actor checkpoint metrics.print_every data.weights data.order",
+        "job.steps job.export gradient optim.actor checkpoint metrics.print_every data.weights data.rows_max data.order",
         "a job that trains", trains,
     ),
     ("rollout reward", "a job that samples: ppo, eval or on-policy distill", Config::samples),
@@ -248,7 +248,7 @@ mod tests {
         ("model", "actor adapter quantize dtype router_aux_loss_coef"),
         ("lora", "rank"),
         ("mesh", "data pipeline sequence tensor expert zero placement arena_bytes_max collective_timeout_s"),
-        ("data", "prompts pretrain prompt_split prompt_key chat_template chat_template_args long_prompts"),
+        ("data", "prompts pretrain prompt_split prompt_key template chat_template chat_template_args long_prompts"),
         ("data.eval_sets", "name prompts split prompt_key label_key"),
         ("data.split", "by"),
         (

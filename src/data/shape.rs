@@ -123,6 +123,7 @@ pub(super) fn prompt<'a>(
         return Ok(Some(messages));
     }
     let prompt = read(row, &config.prompt_key, config)?.map(|prompt| prompt.with_input(row));
+    let prompt = prompt.map(|prompt| prompt.in_template(&config.template)).transpose()?;
     let unused = || field(row, &config.messages_key).is_some_and(is_conversation);
     if prompt.is_none() && !config.chat_template && unused() {
         return Err(needs_template(&config.messages_key));
@@ -197,6 +198,21 @@ impl Field<'_> {
             messages.pop();
         }
         Some(self)
+    }
+
+    /// The text in `data.template`, if there is one. An empty text stays empty.
+    ///
+    /// # Errors
+    /// `Data`, if the field holds token ids.
+    fn in_template(mut self, template: &str) -> Result<Self> {
+        match &mut self.content {
+            Content::Text(text) if !template.is_empty() && !text.is_empty() => *text = template.replacen("{}", text, 1),
+            Content::Ids(_) if !template.is_empty() => {
+                return Err(Error::data(format!("field {:?} holds token ids, but data.template needs a text", self.key)));
+            }
+            _ => {}
+        }
+        Ok(self)
     }
 
     /// An instruction followed by its input, if the row has the fields of Alpaca.

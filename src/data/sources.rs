@@ -119,8 +119,9 @@ impl Prepared {
         } else {
             format!(" {:?}", config.chat_template_args)
         };
+        let template = if config.template.is_empty() { String::new() } else { format!(" {:?}", config.template) };
         let rule = describe(&config.split);
-        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_kind}{args}", tokenizer.recipe());
+        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_kind}{args}{template}", tokenizer.recipe());
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {
@@ -442,5 +443,16 @@ fn select(
         }
         train.push(kept);
     }
+    keep_first(config.rows_max, &mut train, filtered);
     Ok([train, eval])
+}
+
+/// Keeps the first `most` rows over all sources; 0 keeps all.
+fn keep_first(most: usize, train: &mut [Vec<u64>], filtered: &mut Vec<Filtered>) {
+    let mut left = if most == 0 { usize::MAX } else { most };
+    for (source, rows) in train.iter_mut().enumerate() {
+        let rest = rows.split_off(left.min(rows.len()));
+        left -= rows.len();
+        filtered.extend(rest.into_iter().map(|document| Filtered { source, document, rule: "rows_max" }));
+    }
 }

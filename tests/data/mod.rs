@@ -7,6 +7,7 @@ mod labelled;
 mod pairs;
 mod refused;
 pub mod rows;
+mod selection;
 mod shapes;
 mod shard;
 mod sources;
