@@ -16,6 +16,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
             ("plan", "memory and seconds of a job before it runs; needs no GPU and no weights"),
             ("jobs", "list recipes of jobs, or copy one to edit"),
             ("schema", "JSON schema of a job, for editors"),
+            ("migrate", "a job from a launch script of OpenRLHF, TRL or verl"),
         ],
     ),
     (

@@ -10,6 +10,7 @@ pub mod info;
 pub mod init;
 pub mod jobs;
 pub mod logprobs;
+pub mod migrate;
 mod model_dirs;
 mod out;
 pub mod plan;
@@ -56,6 +57,7 @@ enum Verb {
     Reward(reward::Args),
     Select(select::Args),
     Export(export::Args),
+    Migrate(migrate::Args),
     Report(report::Args),
     Samples(samples::Args),
     Jobs(jobs::Args),
@@ -70,7 +72,7 @@ pub fn verbs() -> Vec<&'static str> {
 }
 
 /// Verbs of a later release; the error names them.
-const VERBS_TO_COME: [&str; 2] = ["verify", "migrate"];
+const VERBS_TO_COME: [&str; 1] = ["verify"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
@@ -201,8 +203,12 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
         Some(first) if verbs().contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) => {}
         Some(_) => out.push("run".to_string()),
     }
+    // Words after -- are those of another program.
+    let mut is_foreign = false;
     for argument in arguments {
+        is_foreign |= argument == "--";
         match argument.split_once('=') {
+            _ if is_foreign => out.push(argument),
             Some((option, value)) if option.starts_with("--") => {
                 out.push(option.to_string());
                 out.push(value.to_string());
@@ -232,6 +238,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Tokenizer(args) => tokenizer::run(&args),
         Verb::Select(args) => select::run(&args),
         Verb::Export(args) => export::run(&args),
+        Verb::Migrate(args) => migrate::run(&args),
         Verb::Report(args) => report::run(&args),
         Verb::Samples(args) => samples::run(&args),
         Verb::Jobs(args) => jobs::run(&args),

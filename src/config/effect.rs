@@ -217,8 +217,8 @@ fn without_indices(key: &str) -> String {
 }
 
 impl Config {
-    /// One warning that names all keys that the job sets and does not use.
-    pub fn unused(&self) -> Option<String> {
+    /// The keys that the job sets and does not use, by what they need.
+    pub fn unused_keys(&self) -> Vec<(&'static str, Vec<String>)> {
         let mut all: Vec<(&str, Vec<String>)> = Vec::new();
         for key in &self.given {
             let Some(why) = lacks(self, key) else { continue };
@@ -229,7 +229,13 @@ impl Config {
                 None => all.push((why, vec![key])),
             }
         }
-        let groups: Vec<String> = all.iter().map(|(why, keys)| format!("{} (needs {why})", keys.join(", "))).collect();
+        all
+    }
+
+    /// One warning that names all keys that the job sets and does not use.
+    pub fn unused(&self) -> Option<String> {
+        let groups: Vec<String> =
+            self.unused_keys().iter().map(|(why, keys)| format!("{} (needs {why})", keys.join(", "))).collect();
         (!groups.is_empty()).then(|| format!("keys of the job that have no effect in it: {}", groups.join("; ")))
     }
 }

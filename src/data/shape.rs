@@ -208,7 +208,10 @@ impl Field<'_> {
         match &mut self.content {
             Content::Text(text) if !template.is_empty() && !text.is_empty() => *text = template.replacen("{}", text, 1),
             Content::Ids(_) if !template.is_empty() => {
-                return Err(Error::data(format!("field {:?} holds token ids, but data.template needs a text", self.key)));
+                return Err(Error::data(format!(
+                    "field {:?} holds token ids, but data.template needs a text",
+                    self.key
+                )));
             }
             _ => {}
         }
