@@ -165,6 +165,7 @@ const KEYS: &[Keys] = &[
             ("model.lora_rank", "lora.critic"),
             ("model.lora_alpha", "lora.critic"),
             ("model.target_modules", "lora.critic"),
+            ("model.exclude_modules", "lora.critic"),
             ("model.lora", "lora.critic"),
             ("ppo_mini_batch_size", "ppo.minibatch_samples"),
             ("ppo_micro_batch_size", "ppo.microbatch_tokens_max"),
@@ -180,6 +181,7 @@ const KEYS: &[Keys] = &[
         &[
             ("train_files", "data.prompts"),
             ("val_files", "data.split.eval_files"),
+            ("train_max_samples", "data.rows_max"),
             ("val_max_samples", "eval.samples_max"),
             ("reward_fn_key", "reward.python"),
             ("max_prompt_length", "data.prompt_tokens_max"),

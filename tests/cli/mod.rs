@@ -12,6 +12,7 @@ mod foreign;
 mod generate;
 mod jobs;
 mod keys;
+mod migrate;
 mod models;
 mod offline;
 mod process;

@@ -4,6 +4,7 @@ use super::shell::{Command, Word};
 use super::table::{self, Dialect, System};
 use super::yaml;
 use crate::error::{Error, Result};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// An option that is given. A switch has no values.
@@ -191,7 +192,15 @@ pub fn dialect_of(system: System, command: Option<&str>, given: &[Given]) -> Res
     };
     let all = table::dialects(system, command);
     let most = all.iter().map(known).max().unwrap_or(0);
-    let best: Vec<&Dialect> = all.iter().filter(|dialect| known(dialect) == most).collect();
+    let mut best: Vec<&Dialect> = all.iter().filter(|dialect| known(dialect) == most).collect();
+    if command.is_none() {
+        // A command that adds options to those of another one is not meant without them.
+        let names = |dialect: &Dialect| table::options(dialect).into_keys().collect::<BTreeSet<_>>();
+        let sets: Vec<BTreeSet<&str>> = best.iter().map(|dialect| names(dialect)).collect();
+        let adds = |set: &BTreeSet<&str>| sets.iter().any(|other| other != set && other.is_subset(set));
+        let keeps: Vec<bool> = sets.iter().map(|set| !adds(set)).collect();
+        best = best.into_iter().zip(keeps).filter(|(_, keeps)| *keeps).map(|(dialect, _)| dialect).collect();
+    }
     let mut names: Vec<&str> = best.iter().map(|dialect| dialect.command.as_str()).collect();
     names.dedup();
     if names.len() > 1 {

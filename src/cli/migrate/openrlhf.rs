@@ -56,7 +56,7 @@ fn rows(draft: &mut Draft) -> Result<()> {
     let name = draft.name(&["prompt_data", "data.prompt_dataset", "dataset", "data.dataset"]);
     let split =
         draft.name(&["prompt_split", "data.prompt_split", "train_split", "dataset_split", "data.dataset_split"]);
-    let of_hub = paths::set_rows(draft, name, split)?;
+    let of_hub = paths::set_rows(draft, name, Some(split))?;
     let sources = draft.value("data.prompts").and_then(Value::as_array).map_or(0, Vec::len);
     let weights = draft.name(&["prompt_data_probs", "data.prompt_probs", "dataset_probs", "data.dataset_probs"]);
     let all: Vec<f64> = numbers(&draft.list(&[weights])).flatten().collect();

@@ -3,6 +3,9 @@
 use super::table::{self, Kind, Row, System};
 use std::fmt::Write as _;
 
+/// Commands of OpenRLHF that are verbs here.
+const VERBS: [&str; 4] = ["batch_inference", "interactive_chat", "serve_rm", "lora_combiner"];
+
 /// Every option with its commands, our key, and what becomes of it, a line each.
 pub fn all(system: System) -> String {
     let mut text = String::from("# option\tour key\tkind\tnote\tcommands\n");
@@ -63,7 +66,7 @@ fn section(system: System, heading: &str) -> Option<String> {
 }
 
 fn is_shown(row: &Row) -> bool {
-    !row.key.is_empty() && row.kind <= Kind::Approximate
+    !row.key.is_empty() && row.kind <= Kind::Approximate && !row.key.starts_with("optim.critic.")
 }
 
 /// A row for each key and note: the options, the key, the note. Options with a dot in their names follow in a table of two
@@ -82,8 +85,8 @@ fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> Str
         }
     }
     let written = |options: &[&String]| {
-        let all: Vec<String> = options.iter().map(|option| format!("`{}`", system.written(option))).collect();
-        all.join(", ")
+        let all: Vec<String> = options.iter().take(4).map(|option| format!("`{}`", system.written(option))).collect();
+        all.join(", ") + if options.len() > 4 { " and others" } else { "" }
     };
     let mut text = format!("| {system} | here | note |\n|---|---|---|\n");
     let mut newer = String::new();
@@ -91,7 +94,8 @@ fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> Str
         let is_flat = |option: &&String| system == System::Verl || !option.contains('.');
         let flat: Vec<&String> = options.iter().filter(is_flat).collect();
         let dotted: Vec<&String> = options.iter().filter(|option| !is_flat(option)).collect();
-        let key = row.key.replace("method.", "ppo.").replace("ppo.beta", "dpo.beta");
+        let method = if system == System::Trl { "sft." } else { "ppo." };
+        let key = row.key.replace("method.beta", "dpo.beta").replace("method.", method);
         if flat.is_empty() {
             let note = if row.note.is_empty() { String::new() } else { format!(": {}", row.note) };
             let _ = writeln!(newer, "| {} | `{key}`{note} |", written(&dotted));
@@ -109,7 +113,10 @@ fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> Str
 fn others(system: System) -> String {
     let mut lines: Vec<(Kind, &str, Vec<&str>)> = Vec::new();
     for row in table::rows().iter().filter(|row| row.system == system && !row.note.is_empty()) {
-        if row.key.is_empty() && !["not needed here", "always so here"].contains(&row.note) {
+        let is_of_job = row.of.iter().any(|(command, _)| !VERBS.contains(command));
+        // verl has hundreds of options of engines and profilers.
+        let is_of_job = is_of_job && (system != System::Verl || row.kind >= Kind::Lost);
+        if is_of_job && row.key.is_empty() && !["not needed here", "always so here"].contains(&row.note) {
             let flat =
                 row.options.iter().map(String::as_str).filter(|option| system == System::Verl || !option.contains('.'));
             match lines.iter_mut().find(|(_, note, _)| *note == row.note) {

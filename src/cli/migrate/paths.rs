@@ -87,7 +87,7 @@ pub fn sources(draft: &mut Draft, values: &[String]) -> (Vec<Value>, bool) {
 ///
 /// # Errors
 /// `Usage`, if the option is not given and has no default.
-pub fn set_rows(draft: &mut Draft, name: &'static str, split: &'static str) -> Result<bool> {
+pub fn set_rows(draft: &mut Draft, name: &'static str, split: Option<&'static str>) -> Result<bool> {
     let values = draft.list(&[name]);
     if values.is_empty() {
         let option = draft.system().written(name);
@@ -97,6 +97,7 @@ pub fn set_rows(draft: &mut Draft, name: &'static str, split: &'static str) -> R
     let used = draft.value("data.rows_max").and_then(Value::as_integer).filter(|most| *most > 0);
     draft.rows = draft.rows.or_else(|| lines(&sources)).map(|rows| used.map_or(rows, |most| rows.min(most as usize)));
     draft.set("data.prompts", sources, &[name]);
+    let Some(split) = split else { return Ok(of_hub) };
     if of_hub && let Some(value) = draft.text(&[split]) {
         draft.set("data.prompt_split", value, &[split]);
     } else if draft.given(split).is_some() {
@@ -123,10 +124,12 @@ pub fn set_steps(draft: &mut Draft, passes: f64, names: &[&str]) {
     let name = names.iter().find(|name| draft.given(name).is_some()).unwrap_or(&names[0]).to_string();
     if let Some(rows) = draft.rows {
         let steps = (passes * (rows as i64 / prompts).max(1) as f64).ceil().max(1.0);
-        draft.set("job.steps", steps as i64, names);
         let note = format!("{passes} passes over {rows} rows / {prompts} prompts of a step");
         if draft.given(&name).is_some() {
+            draft.set("job.steps", steps as i64, names);
             draft.note(&name, Kind::Computed, note);
+        } else {
+            draft.imply("job.steps", steps as i64, &note);
         }
         return;
     }

@@ -232,6 +232,10 @@ impl<'a> Reader<'a> {
                     let all = self.array();
                     self.words.extend(all);
                 }
+                '$' if self.peek(1) == Some('\'') => {
+                    let value = self.expansion()?;
+                    word.get_or_insert_default().push(&value);
+                }
                 '$' | '`' => {
                     let value = self.expansion()?;
                     self.split(&value, &mut word);

@@ -33,7 +33,7 @@ pub fn combine(draft: &mut Draft) -> Result<()> {
 }
 
 fn rows(draft: &mut Draft) -> Result<()> {
-    let of_hub = paths::set_rows(draft, "dataset_name", "dataset_train_split")?;
+    let of_hub = paths::set_rows(draft, "dataset_name", Some("dataset_train_split"))?;
     let evaluates =
         !["no", ""].contains(&draft.text(&["eval_strategy", "evaluation_strategy"]).unwrap_or_default().as_str());
     if evaluates && of_hub {

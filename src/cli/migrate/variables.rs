@@ -337,3 +337,51 @@ fn factor(tokens: &[Token], at: &mut usize) -> Option<i64> {
         Ok(_) => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::shell::{Command, commands};
+
+    /// The words of the last command, without a mistake.
+    fn words(script: &str) -> Vec<String> {
+        let all = commands(script).unwrap();
+        let Command { words, .. } = all.last().unwrap();
+        words.iter().map(|word| word.unknown.clone().map_or(word.text.clone(), |why| format!("?{why}"))).collect()
+    }
+
+    #[test]
+    fn quotes_continuations_and_comments_separate_words_as_a_shell_does() {
+        assert_eq!(words("run 'a b' \"c d\"\\ e \\\n  f # g\n"), ["run", "a b", "c d e", "f"]);
+        assert_eq!(words("run --x='{\"a\": 1}' $'q\\nr'"), ["run", "--x={\"a\": 1}", "q\nr"]);
+        assert_eq!(words("a; b && c | run d > log 2>&1 &"), ["run", "d"]);
+        assert_eq!(words("A=1 run x"), ["run", "x"]);
+    }
+
+    #[test]
+    fn variables_arrays_and_arithmetic_have_the_values_that_the_script_sets() {
+        assert_eq!(words("A='x y'\nrun $A \"$A\" ${A}z"), ["run", "x", "y", "x y", "x", "yz"]);
+        assert_eq!(words("export N=4 M=2\nrun $((N * (M + 1) - 2)) ${K:-$N} ${N:-7}"), ["run", "10", "4", "4"]);
+        assert_eq!(words("A=(a \"b c\" # d\n e)\nA+=(f)\nrun \"${A[@]}\""), ["run", "a", "b c", "e", "f"]);
+        assert_eq!(words("P=/a/b.c\nS=x\nS+=y\nrun ${P##*/} $S $@"), ["run", "b.c", "xy"]);
+    }
+
+    #[test]
+    fn here_documents_are_values_of_variables() {
+        assert_eq!(words("B=2\nread -r -d '' X <<EOF\n a \\\n $B\nEOF\nrun $X"), ["run", "a", "2"]);
+        assert_eq!(words("X=$(cat <<'EOF'\nb $C\nEOF\n)\nrun \"$X\""), ["run", "b $C"]);
+        assert_eq!(words("C='run \"a b\" c'\neval \"$C\""), ["run", "a b", "c"]);
+        assert_eq!(words("srun -N 2 bash -c \"run x\""), ["run", "x"]);
+    }
+
+    #[test]
+    fn parts_whose_value_the_text_does_not_give_are_unknown() {
+        let why = |script: &str| words(script).into_iter().find(|word| word.starts_with('?')).unwrap_or_default();
+        assert!(why("run $(date +%s)").contains("`$(date +%s)`"));
+        assert!(why("run $NONE").contains("`NONE`"));
+        assert!(why("run ${1}").contains("parameter"));
+        assert!(why("run ${A%.x}").contains("expansion"));
+        assert!(why("if a; then X=1; fi\nrun $X").contains("condition"));
+        assert!(why("run $((RANDOM % 3))").contains("arithmetic"));
+        assert!(commands(&"${A:-".repeat(100)).is_err());
+    }
+}

@@ -25,7 +25,7 @@ pub fn combine(draft: &mut Draft) -> Result<()> {
 }
 
 fn rows(draft: &mut Draft) -> Result<()> {
-    paths::set_rows(draft, "data.train_files", "data.train_files")?;
+    paths::set_rows(draft, "data.train_files", None)?;
     draft.imply("data.chat_template", true, "prompts of verl are messages");
     draft.imply("data.label_key", "reward_model.ground_truth", "the label of verl's rows");
     let every = draft.number(&["trainer.test_freq"]).unwrap_or(-1.0);
@@ -219,11 +219,13 @@ fn optimizers(draft: &mut Draft) {
 
 fn lora(draft: &mut Draft) {
     for (prefix, key) in [("actor_rollout_ref.model", "lora"), ("critic.model", "lora.critic")] {
-        let rank = draft.value(&format!("{key}.rank")).and_then(Value::as_integer).unwrap_or(0);
-        if rank <= 0 {
-            draft.items.remove(&format!("{key}.rank"));
+        let names = [format!("{prefix}.lora_rank"), format!("{prefix}.lora.rank")];
+        let ranks = names.map(|name| draft.known.keys().copied().find(|known| *known == name).unwrap_or_default());
+        let rank = draft.number(&ranks).unwrap_or(0.0);
+        if rank <= 0.0 {
             continue;
         }
+        draft.set(&format!("{key}.rank"), rank as i64, &ranks);
         let of = |name: &str| draft.known.keys().copied().find(|known| *known == format!("{prefix}.{name}"));
         let [alpha, targets, exclude] =
             ["lora_alpha", "target_modules", "exclude_modules"].map(|name| of(name).unwrap_or_default());

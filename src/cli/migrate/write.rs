@@ -2,6 +2,7 @@
 
 use super::draft::{Draft, Item, Outcome};
 use super::table::Kind;
+use crate::config::reference;
 use std::fmt::Write as _;
 use std::path::Path;
 use toml::Value;
@@ -36,6 +37,11 @@ fn by_table<'a>(draft: &'a Draft) -> Vec<(String, Vec<(&'a str, &'a Item)>)> {
             None => all.push((table.to_owned(), vec![(key, item)])),
         }
     }
+    let order: Vec<String> = reference::all().iter().map(reference::Entry::path).collect();
+    for (table, keys) in &mut all {
+        let place = |key: &str| order.iter().position(|known| *known == format!("{table}.{key}")).unwrap_or(usize::MAX);
+        keys.sort_by_key(|(key, _)| place(key));
+    }
     let place = |table: &str| {
         let first = table.split('.').next().unwrap_or_default();
         (ORDER.iter().position(|known| *known == first).unwrap_or(ORDER.len()), table.to_owned())
@@ -44,13 +50,26 @@ fn by_table<'a>(draft: &'a Draft) -> Vec<(String, Vec<(&'a str, &'a Item)>)> {
     all
 }
 
+/// A value as a job file has it. Small numbers have an exponent.
+pub fn written(value: &Value) -> String {
+    match value {
+        Value::Float(number) => format!("{number:?}"),
+        Value::Array(all) => format!("[{}]", all.iter().map(written).collect::<Vec<_>>().join(", ")),
+        Value::Table(table) if !table.is_empty() => {
+            let pairs: Vec<String> = table.iter().map(|(key, value)| format!("{key} = {}", written(value))).collect();
+            format!("{{ {} }}", pairs.join(", "))
+        }
+        other => other.to_string(),
+    }
+}
+
 /// The job without comments.
 pub fn tables(draft: &Draft) -> String {
     let mut text = String::new();
     for (table, keys) in by_table(draft) {
         let _ = writeln!(text, "[{table}]");
         for (key, Item { value, .. }) in keys {
-            let _ = writeln!(text, "{key} = {value}");
+            let _ = writeln!(text, "{key} = {}", written(value));
         }
     }
     text
@@ -73,7 +92,7 @@ pub fn job(draft: &Draft, source: &str, file: &str) -> String {
     for (table, keys) in by_table(draft) {
         let _ = writeln!(text, "\n[{table}]");
         for (key, Item { value, why, .. }) in keys {
-            let (line, why) = (format!("{key} = {value}"), why.replace(['\n', '\r'], " "));
+            let (line, why) = (format!("{key} = {}", written(value)), why.replace(['\n', '\r'], " "));
             if why.is_empty() {
                 let _ = writeln!(text, "{line}");
             } else if line.chars().count() + why.chars().count() + 4 <= LINE_MAX {
@@ -96,16 +115,17 @@ pub fn report(draft: &Draft) -> String {
         let note = if note.is_empty() { String::new() } else { format!("  {}", note.replace('`', "")) };
         let _ = writeln!(text, "  {option:<width$}  {:<12}  {key}{note}", kind.word());
     }
-    for given in &draft.launch.launcher {
+    for given in draft.launch.launcher.iter().filter(|given| !given.values.is_empty()) {
         let option = format!("{} {}", given.name, given.text());
         let _ = writeln!(text, "  {option:<width$}  {:<12}  -  of the launcher: mpirun starts the ranks", "not needed");
     }
-    let implied: Vec<(&String, &Item)> = draft.items.iter().filter(|(_, item)| !item.is_given).collect();
+    let implied: Vec<(&String, &Item)> =
+        draft.items.iter().filter(|(key, item)| !item.is_given && *key != "job.kind").collect();
     if !implied.is_empty() {
         let _ = writeln!(text, "Not given, but different here:");
     }
     for (key, Item { value, why, .. }) in implied {
-        let _ = writeln!(text, "  {key} = {value}  {why}");
+        let _ = writeln!(text, "  {key} = {}  {why}", written(value));
     }
     text
 }

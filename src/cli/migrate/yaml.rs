@@ -24,7 +24,8 @@ pub fn parse(text: &str) -> Result<Map<String, Value>> {
     let wrong = |e: serde_saphyr::Error| {
         let message = e.without_snippet().to_string().split_whitespace().collect::<Vec<_>>().join(" ");
         let place = e.location().map_or_else(String::new, |at| format!("line {}: ", at.line()));
-        Error::usage(format!("{place}{message}"))
+        // The message repeats the place at its end.
+        Error::usage(format!("{place}{}", message.split(" at line ").next().unwrap_or_default()))
     };
     match serde_saphyr::from_str::<Value>(text).map_err(wrong)? {
         Value::Object(all) => Ok(all),
