@@ -141,7 +141,8 @@ fn read(args: &Args) -> Result<(Launch, String)> {
         return Err(Error::usage(format!("{input} has {} launches, in lines {}", launches.len(), lines.join(", ")))
             .hint("choose one with --line N"));
     }
-    let launch = launches.pop().ok_or_else(|| no_launch(input))?;
+    let mut launch = launches.pop().ok_or_else(|| no_launch(input))?;
+    launch.processes = launch.processes.or(launch::requested(&text));
     Ok((with(launch, named)?, input.clone()))
 }
 

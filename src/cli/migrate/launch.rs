@@ -28,6 +28,18 @@ pub struct Processes {
     pub total: Option<usize>,
 }
 
+impl Processes {
+    /// These numbers, and those of `other` for the missing ones.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            nodes: self.nodes.or(other.nodes),
+            per_node: self.per_node.or(other.per_node),
+            total: self.total.or(other.total),
+        }
+    }
+}
+
 /// A launch of a trainer.
 #[derive(Clone, Debug)]
 pub struct Launch {
@@ -87,7 +99,7 @@ pub fn launch(command: &Command, dir: &Path) -> Result<Option<Launch>> {
     }
     let launcher = options(&words[..at], &SWITCHES.split_whitespace().collect::<Vec<_>>())?;
     let dialect = dialect_of(system, Some(&name), &given)?;
-    Ok(Some(Launch { dialect, given, processes: processes(&launcher), launcher, line: command.line }))
+    Ok(Some(Launch { dialect, processes: processes(&launcher, &given, dir), given, launcher, line: command.line }))
 }
 
 /// The system and its command that the program `word` runs, after the words `before`.
@@ -211,8 +223,24 @@ pub fn dialect_of(system: System, command: Option<&str>, given: &[Given]) -> Res
     Ok((*best.first().expect("a system has commands")).clone())
 }
 
-/// The numbers of nodes and processes in the options of a launcher: deepspeed, torchrun, accelerate, srun.
-fn processes(launcher: &[Given]) -> Processes {
+/// The processes that `#SBATCH` lines of a script request.
+pub fn requested(script: &str) -> Processes {
+    let lines = script.lines().filter_map(|line| line.strip_prefix("#SBATCH"));
+    let words: Vec<&str> =
+        lines.flat_map(|line| line.split('#').next().unwrap_or_default().split_whitespace()).collect();
+    numbers(&options(&words, &["exclusive"]).unwrap_or_default())
+}
+
+/// The numbers of nodes and processes in the options of a launcher and in its configuration, or of `trl`.
+fn processes(launcher: &[Given], given: &[Given], dir: &Path) -> Processes {
+    let config = launcher.iter().find(|one| one.name == "config_file").map(|one| dir.join(one.text()));
+    let of_file = config.filter(|path| path.is_file()).and_then(|path| yaml::read(&path, System::Trl).ok());
+    let of_trl: Vec<Given> = given.iter().filter(|one| one.name.starts_with("num_")).cloned().collect();
+    numbers(launcher).or(numbers(&of_file.unwrap_or_default())).or(numbers(&of_trl))
+}
+
+/// The numbers of nodes and processes in options of deepspeed, torchrun, accelerate, srun and sbatch.
+fn numbers(launcher: &[Given]) -> Processes {
     let number = |names: &str| {
         let is_it = |one: &&Given| names.split(' ').any(|name| one.name.replace('-', "_") == name);
         launcher.iter().rev().find(is_it)?.values.first()?.parse().ok()
