@@ -2,6 +2,8 @@
 
 mod convert;
 mod draft;
+mod expand;
+mod given;
 mod launch;
 mod layout;
 mod openrlhf;
@@ -13,6 +15,7 @@ mod table;
 mod trl;
 mod variables;
 mod verl;
+mod words;
 mod write;
 mod yaml;
 
@@ -20,10 +23,12 @@ use super::out::{self, note};
 use crate::error::{Error, Result};
 use crate::sys::files;
 use argh::FromArgs;
-use launch::{Given, Launch, Processes};
-use shell::{Command, Word};
+use given::{Given, Processes};
+use launch::Launch;
+use shell::Command;
 use std::path::{Path, PathBuf};
 use table::{Dialect, Kind, System};
+use words::Word;
 
 /// Convert a launch of OpenRLHF, TRL or verl to a job file, with a table of all options.
 #[derive(FromArgs, Debug)]

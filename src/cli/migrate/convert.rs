@@ -3,6 +3,7 @@
 use super::draft::{Draft, is_null, is_true};
 use super::launch::Launch;
 use super::paths;
+use super::shared::{numbers, rounded};
 use super::table::{Kind, Row, System};
 use super::{openrlhf, trl, verl};
 use crate::config;
@@ -166,20 +167,8 @@ fn made(how: &str, rest: &str, values: &[String], ours: Option<&Value>) -> Optio
     }
 }
 
-/// The numbers in values, which spaces or commas separate.
-pub fn numbers(values: &[String]) -> impl Iterator<Item = Option<f64>> + use<'_> {
-    let brackets = ['[', ']', '(', ')', ' '];
-    let parts = values.iter().flat_map(move |value| value.trim_matches(brackets).split([',', ' ']));
-    parts.map(str::trim).filter(|part| !part.is_empty()).map(|part| part.parse().ok())
-}
-
 fn is_false(text: &str) -> bool {
     ["false", "0", "no", "off"].contains(&text.to_lowercase().as_str())
-}
-
-/// Rounds away the error of a subtraction.
-pub fn rounded(value: f64) -> f64 {
-    (value * 1e9).round() / 1e9
 }
 
 fn literal_of(text: &str) -> Option<Value> {

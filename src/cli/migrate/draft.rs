@@ -1,6 +1,7 @@
 //! The job that a conversion makes, and what becomes of each option.
 
-use super::launch::{Given, Launch};
+use super::given::Given;
+use super::launch::Launch;
 use super::table::{self, Kind, Row, System};
 use crate::config::{self, Config};
 use std::collections::BTreeMap;

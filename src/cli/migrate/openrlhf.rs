@@ -1,11 +1,10 @@
 //! Options of OpenRLHF that belong together.
 
-use super::convert::numbers;
 use super::draft::Draft;
 use super::launch::is_python;
 use super::layout::{self, Group};
 use super::paths;
-use super::shared::{missing_reward, set_schedule, words};
+use super::shared::{missing_reward, numbers, set_schedule, words};
 use super::table::Kind;
 use crate::error::Result;
 use toml::{Table, Value};

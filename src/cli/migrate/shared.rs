@@ -45,3 +45,15 @@ pub fn missing_reward(draft: &mut Draft, name: &'static str) {
     draft.imply("reward.python", vec![file], "FILL IN: a file with reward_func (`rlhf-hpc help rewards`)");
     draft.note(name, Kind::Missing, "the launch names no reward: write reward.py");
 }
+
+/// The numbers in values, which spaces or commas separate.
+pub fn numbers(values: &[String]) -> impl Iterator<Item = Option<f64>> + use<'_> {
+    let brackets = ['[', ']', '(', ')', ' '];
+    let parts = values.iter().flat_map(move |value| value.trim_matches(brackets).split([',', ' ']));
+    parts.map(str::trim).filter(|part| !part.is_empty()).map(|part| part.parse().ok())
+}
+
+/// Rounds away the error of a subtraction.
+pub fn rounded(value: f64) -> f64 {
+    (value * 1e9).round() / 1e9
+}

@@ -4,31 +4,10 @@
 //! A word whose value depends on more, such as a command substitution, is unknown, with the reason.
 
 use super::variables::{Value, Variables};
+use super::words::{Word, is_name};
 use crate::error::{Error, Result};
 
 const SCRIPT_BYTES_MAX: usize = 1 << 20;
-
-/// A word of a command. `unknown` names the part whose value the text does not give.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Word {
-    pub text: String,
-    pub unknown: Option<String>,
-}
-
-impl Word {
-    pub fn of(text: impl Into<String>) -> Self {
-        Self { text: text.into(), unknown: None }
-    }
-
-    pub fn unknown(why: impl Into<String>) -> Self {
-        Self { text: String::new(), unknown: Some(why.into()) }
-    }
-
-    fn push(&mut self, other: &Self) {
-        self.text.push_str(&other.text);
-        self.unknown = self.unknown.take().or_else(|| other.unknown.clone());
-    }
-}
 
 /// A command: its words, and the line of the first one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -461,11 +440,6 @@ fn nested(words: &[Word]) -> Option<String> {
     let shell = |word: &Word| ["bash", "sh", "/bin/bash", "/bin/sh"].contains(&word.text.as_str());
     let at = words.windows(2).position(|pair| shell(&pair[0]) && ["-c", "-lc"].contains(&pair[1].text.as_str()))?;
     text(words.get(at + 2)?)
-}
-
-pub(super) fn is_name(word: &str) -> bool {
-    let starts = word.chars().next().is_some_and(|c| c.is_ascii_alphabetic() || c == '_');
-    starts && word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
 fn is_keyword(word: &str) -> bool {

@@ -1,11 +1,10 @@
 //! Options of TRL that belong together.
 
-use super::convert::{numbers, rounded};
 use super::draft::Draft;
-use super::launch::Given;
+use super::given::Given;
 use super::layout;
 use super::paths;
-use super::shared::{missing_reward, set_schedule, words};
+use super::shared::{missing_reward, numbers, rounded, set_schedule, words};
 use super::table::Kind;
 use crate::error::Result;
 use std::path::Path;

@@ -1,11 +1,10 @@
 //! Options of verl that belong together.
 
-use super::convert::rounded;
 use super::draft::Draft;
-use super::launch::Given;
+use super::given::Given;
 use super::layout;
 use super::paths;
-use super::shared::{missing_reward, words};
+use super::shared::{missing_reward, rounded, words};
 use super::table::Kind;
 use crate::error::Result;
 use toml::{Table, Value};

@@ -1,6 +1,6 @@
 //! Options in YAML files, and the overrides of Hydra.
 
-use super::launch::Given;
+use super::given::Given;
 use super::table::System;
 use crate::error::{Error, Result};
 use crate::sys::files;
