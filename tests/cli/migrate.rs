@@ -4,6 +4,7 @@ use super::command::{self, program};
 use super::fixture::Fixture;
 use crate::process::{Ended, Running};
 use serde_json::{Value, json};
+use std::net::TcpListener;
 use std::path::Path;
 use toml::Table;
 
@@ -83,8 +84,8 @@ fn place() -> Fixture {
     fixture.edit("config.json", |config| config["architectures"] = json!(["LlamaForSequenceClassification"]));
     fixture.run(&["init", "--config", "config.json", "--tokenizer", "tokenizer", "--out", "rm"]).well();
     fixture.edit("rm/config.json", |config| {
-        config["reward_mean"] = json!(0.5);
-        config["reward_std"] = json!(2.0);
+        config["mean"] = json!(0.5);
+        config["std"] = json!(2.0);
     });
     let row = |i: usize| {
         json!({
@@ -190,6 +191,9 @@ fn value_at(job: &Table, path: &str) -> Option<String> {
 fn convert_all(text: &str) {
     let fixture = place();
     let (mut faults, mut count) = (Vec::new(), 0);
+    // A dry run opens connections to reward services.
+    let service = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let text = text.replace("localhost:5000", &service.local_addr().expect("an address").to_string());
     for case in text.split("=== ").skip(1) {
         let (head, text) = case.split_once('\n').expect("a name and a launch");
         let (name, file) = head.split_once(' ').unwrap_or((head, "launch.sh"));
