@@ -217,7 +217,7 @@ fn without_indices(key: &str) -> String {
 }
 
 impl Config {
-    /// The keys that the job sets and does not use, by what they need.
+    /// The keys that the job sets and does not use, by the condition that they lack.
     pub fn unused_keys(&self) -> Vec<(&'static str, Vec<String>)> {
         let mut all: Vec<(&str, Vec<String>)> = Vec::new();
         for key in &self.given {

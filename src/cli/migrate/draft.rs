@@ -1,4 +1,4 @@
-//! The job that a conversion makes, and what becomes of each option.
+//! The job that a conversion makes, and the outcome of each option.
 
 use super::given::Given;
 use super::launch::Launch;
@@ -17,7 +17,7 @@ pub struct Item {
     pub is_given: bool,
 }
 
-/// What becomes of a given option.
+/// The outcome of an option.
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub option: String,
@@ -151,7 +151,7 @@ impl<'a> Draft<'a> {
         self.items.get(key).map(|item| &item.value)
     }
 
-    /// Records what becomes of an option with its value.
+    /// Records the outcome of an option with its value.
     pub fn note(&mut self, name: &str, kind: Kind, note: impl Into<String>) {
         self.special.insert(name.to_owned(), (kind, note.into()));
     }

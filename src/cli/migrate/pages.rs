@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 /// Commands of OpenRLHF that are verbs here.
 const VERBS: [&str; 4] = ["batch_inference", "interactive_chat", "serve_rm", "lora_combiner"];
 
-/// Every option with its commands, our key, and what becomes of it, a line each.
+/// A line for each option: our key, how well it replaces the option, a note, and the commands.
 pub fn all(system: System) -> String {
     let mut text = String::from("# option\tour key\tkind\tnote\tcommands\n");
     for row in table::rows().iter().filter(|row| row.system == system) {
