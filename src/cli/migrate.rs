@@ -94,9 +94,11 @@ pub fn run(args: &Args) -> Result<()> {
     note!("{}", write::report(&draft).trim_end());
     let missing = draft.outcomes().iter().filter(|one| one.kind == Kind::Missing).count();
     if missing > 0 && !args.accept {
-        let are = if missing == 1 { "1 option changes" } else { "options change" };
-        let count = if missing == 1 { are.to_owned() } else { format!("{missing} {are}") };
-        return Err(Error::fault(format!("{count} what is learned and has no counterpart here (missing, above)"))
+        let what = match missing {
+            1 => "1 option changes what is learned and has".to_owned(),
+            n => format!("{n} options change what is learned and have"),
+        };
+        return Err(Error::fault(format!("{what} no counterpart here (missing, above)"))
             .hint("change the job by hand if you need them; --accept exits with 0"));
     }
     Ok(())

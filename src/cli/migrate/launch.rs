@@ -132,7 +132,7 @@ pub fn options(words: &[&str], switches: &[&str]) -> Result<Vec<Given>> {
     let mut all: Vec<Given> = Vec::new();
     let mut is_open = false;
     for word in words {
-        let is_number = word.len() > 1 && word[1..].starts_with(|c: char| c.is_ascii_digit() || c == '.');
+        let is_number = word.chars().nth(1).is_some_and(|c| c.is_ascii_digit() || c == '.');
         let name = word.strip_prefix("--").or_else(|| word.strip_prefix('-').filter(|_| !is_number && word.len() > 1));
         match name {
             Some("") => is_open = false,
