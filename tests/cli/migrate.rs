@@ -90,7 +90,7 @@ fn place() -> Fixture {
     let row = |i: usize| {
         json!({
             "question": format!("what is {i}?"), "prompt": format!("what is {i}?"), "response": format!("it is {i}"),
-            "completion": format!("it is {i}"), "answer": i, "label": i % 2 == 0, "chosen": format!("it is {i}"),
+            "completion": format!("it is {i}"), "answer": i, "label": i.is_multiple_of(2), "chosen": format!("it is {i}"),
             "rejected": format!("it is {}", i + 1), "margin": 0.5, "text": "some words", "reward_model": {"ground_truth": i},
         })
     };
@@ -139,10 +139,13 @@ fn make_paths(fixture: &Fixture, job: &Table) {
         }
     };
     for key in ["actor", "reference", "teachers"] {
-        of("model", key).into_iter().for_each(|dir| link(dir, "base"));
+        for dir in of("model", key) {
+            link(dir, "base");
+        }
     }
-    of("model", "critic").into_iter().for_each(|dir| link(dir, "rm"));
-    of("reward", "models").into_iter().for_each(|dir| link(dir, "rm"));
+    for dir in of("model", "critic").into_iter().chain(of("reward", "models")) {
+        link(dir, "rm");
+    }
     for file in of("reward", "python") {
         fixture.write(&file, PYTHON);
     }
