@@ -153,7 +153,7 @@ impl<'a> Draft<'a> {
 
     /// Records the outcome of an option with its value.
     pub fn note(&mut self, name: &str, kind: Kind, note: impl Into<String>) {
-        self.special.insert(name.to_owned(), (kind, note.into()));
+        self.special.insert(name.to_owned(), (kind, plain(&note.into())));
     }
 
     /// Every given option with its outcome, in the order of the launch, then options with a default that has one.
@@ -176,7 +176,7 @@ impl<'a> Draft<'a> {
     }
 
     fn outcome(&self, name: &str, value: &str) -> Outcome {
-        let option = format!("{} {}", self.system().written(name), shortened(value)).trim().to_owned();
+        let option = plain(format!("{} {}", self.system().written(name), shortened(value)).trim());
         let Some(row) = self.known.get(name) else {
             let hint = config::override_for(name, None).unwrap_or_default();
             let note = format!("{} has no such option. {hint}", self.launch.dialect).trim().to_owned();
@@ -190,8 +190,13 @@ impl<'a> Draft<'a> {
     }
 }
 
+/// A text without control characters, for comments and the terminal.
+pub fn plain(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
 fn shortened(text: &str) -> String {
-    let text = text.replace('\n', "\\n");
+    let text = plain(&text.replace('\n', "\\n"));
     if text.chars().count() <= 60 { text } else { text.chars().take(57).collect::<String>() + "..." }
 }
 

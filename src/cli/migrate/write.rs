@@ -1,6 +1,6 @@
 //! The text of a job, with a comment for each key, and the table of options.
 
-use super::draft::{Draft, Item, Outcome};
+use super::draft::{Draft, Item, Outcome, plain};
 use super::table::Kind;
 use crate::config::reference;
 use std::fmt::Write as _;
@@ -77,10 +77,11 @@ pub fn tables(draft: &Draft) -> String {
 
 /// The job file. `source` is the name of the script, `file` that of the job.
 pub fn job(draft: &Draft, source: &str, file: &str) -> String {
+    let source = plain(source);
     let mut text = format!("# Converted from {source}, a launch of {}, by `rlhf-hpc migrate`.\n", draft.launch.dialect);
     text.push_str("# Other keys have the defaults of jobs/reference.toml.\n#\n");
     for line in &draft.head {
-        let _ = writeln!(text, "#   {}", line.replace("JOB.toml", file));
+        let _ = writeln!(text, "#   {}", plain(&line.replace("JOB.toml", file)));
     }
     let lost: Vec<Outcome> = draft.outcomes().into_iter().filter(|one| one.kind == Kind::Missing).collect();
     if !lost.is_empty() {
@@ -92,7 +93,7 @@ pub fn job(draft: &Draft, source: &str, file: &str) -> String {
     for (table, keys) in by_table(draft) {
         let _ = writeln!(text, "\n[{table}]");
         for (key, Item { value, why, .. }) in keys {
-            let (line, why) = (format!("{key} = {}", written(value)), why.replace(['\n', '\r'], " "));
+            let (line, why) = (format!("{key} = {}", written(value)), plain(why));
             if why.is_empty() {
                 let _ = writeln!(text, "{line}");
             } else if line.chars().count() + why.chars().count() + 4 <= LINE_MAX {
@@ -116,7 +117,7 @@ pub fn report(draft: &Draft) -> String {
         let _ = writeln!(text, "  {option:<width$}  {:<12}  {key}{note}", kind.word());
     }
     for given in draft.launch.launcher.iter().filter(|given| !given.values.is_empty()) {
-        let option = format!("{} {}", given.name, given.text());
+        let option = plain(&format!("{} {}", given.name, given.text()));
         let _ = writeln!(text, "  {option:<width$}  {:<12}  -  of the launcher: mpirun starts the ranks", "not needed");
     }
     let implied: Vec<(&String, &Item)> =
