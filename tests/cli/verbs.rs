@@ -38,7 +38,7 @@ fn the_version_is_that_of_the_package() {
 const REFUSED: &[(&str, i32, &[&str], &str)] = &[
     // Verbs of a later release, and misspelt ones.
     ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "use one of run, "),
-    ("migrate x.toml --ranks 4", 2, &["the verb `migrate` is not in this release"], "use one of run, "),
+    ("migrate x.sh", 2, &["x.sh does not exist"], ""),
     ("genrate --model m", 2, &["`genrate` is neither a verb"], "`generate`"),
     ("exprot x", 2, &["`exprot`"], "`export`"),
     ("help troubel", 2, &["there is no page, verb or key `troubel`"], "did you mean `trouble`?"),
