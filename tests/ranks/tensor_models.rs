@@ -69,7 +69,7 @@ fn dense() -> Vec<(&'static str, Arch)> {
         shape("deepseek_v3", &latent()),
         shape(
             "deepseek_v3",
-            &json!({"q_lora_rank": null, "attention_bias": true, "num_key_value_heads": 8,
+            &json!({"q_lora_rank": null, "attention_bias": true, "num_key_value_heads": 8, "head_dim": 4,
             "kv_lora_rank": 34, "qk_nope_head_dim": 33, "qk_rope_head_dim": 4, "v_head_dim": 35, "n_routed_experts": 5,
             "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
             "first_k_dense_replace": 1}),
@@ -81,7 +81,7 @@ fn dense() -> Vec<(&'static str, Arch)> {
 
 /// Keys of deepseek_v3: compressed queries, groups of experts, and a shared one.
 pub fn latent() -> Value {
-    json!({"num_key_value_heads": 8, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4,
+    json!({"num_key_value_heads": 8, "head_dim": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4,
         "v_head_dim": 7, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
         "moe_intermediate_size": 40, "first_k_dense_replace": 1})
 }
