@@ -69,8 +69,8 @@ fn is_shown(row: &Row) -> bool {
     !row.key.is_empty() && row.kind <= Kind::Approximate && !row.key.starts_with("optim.critic.")
 }
 
-/// A row for each key and note: the options, the key, the note. Options with a dot in their names follow in a table of two
-/// columns, because a job file cannot have them as keys.
+/// A row for each key and note: the options, the key, the note. Options with a dot in their names follow in a list,
+/// because a job file cannot have them as keys.
 fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> String {
     let mut lines: Vec<(&Row, Vec<String>)> = Vec::new();
     for row in table::rows().iter().filter(|row| row.system == system) {
@@ -98,13 +98,13 @@ fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> Str
         let key = row.key.replace("method.beta", "dpo.beta").replace("method.", method);
         if flat.is_empty() {
             let note = if row.note.is_empty() { String::new() } else { format!(": {}", row.note) };
-            let _ = writeln!(newer, "| {} | `{key}`{note} |", written(&dotted));
+            let _ = writeln!(newer, "- {}: `{key}`{note}", written(&dotted));
             continue;
         }
         let _ = writeln!(text, "| {} | `{key}` | {} |", written(&flat), row.note);
     }
     if !newer.is_empty() {
-        let _ = write!(text, "\n| only in newer versions | here |\n|---|---|\n{newer}");
+        let _ = write!(text, "\nOnly in newer versions:\n\n{newer}");
     }
     text.replace("|  |\n", "| |\n")
 }
