@@ -123,23 +123,24 @@ fn the_pages_name_only_existing_verbs_options_and_pages() {
     none(faults);
 }
 
-/// A row of the pages for users of other systems: a word of theirs in a job is an error that names our key, or one of our keys
+/// A line of the pages for users of other systems: a word of theirs in a job is an error that names our key, or one of our keys
 /// if the word has several meanings. A heading "Keys of TABLE" names the table of the words below it.
 #[test]
 fn a_key_of_another_system_leads_to_a_key_that_the_page_names() {
     let (mut faults, mut rows) = (Vec::new(), 0);
     for page in pages().iter().filter(|page| page.name.contains("/from-")) {
         let (mut table, mut meanings) = (String::new(), BTreeMap::<String, Vec<&str>>::new());
+        let mut is_newer = false;
         for line in page.lines() {
+            is_newer = (is_newer && !line.starts_with("## ")) || line.starts_with("Only in newer");
             if line.starts_with("## ") {
                 table = found("^## Keys of `(.*)`", line).first().map_or_else(String::new, |table| format!("{table}."));
             }
-            let cells: Vec<&str> = line.split('|').collect();
-            if !line.starts_with("| `") || cells.len() < 5 {
+            let Some((words, key)) = line.split_once(": `").filter(|_| line.starts_with("- `") && !is_newer) else {
                 continue;
-            }
-            let keys = found(r"`([a-z]+\.[a-z_.]+)`", cells[2]);
-            for word in found("`-*([A-Za-z_0-9.]+)`", cells[1]).into_iter().filter(|_| !keys.is_empty()) {
+            };
+            let keys = found(r"^([a-z]+\.[a-z_.]+)`", key);
+            for word in found("`-*([A-Za-z_0-9.]+)`", words).into_iter().filter(|_| !keys.is_empty()) {
                 rows += 1;
                 meanings.entry(format!("{table}{word}")).or_default().extend(&keys);
             }

@@ -1,4 +1,4 @@
-//! The options of a system as text: all of them, and the tables of its page in the manual.
+//! The options of a system as text: all of them, and the lists of its page in the manual.
 
 use super::table::{self, Kind, Row, System};
 use std::fmt::Write as _;
@@ -20,7 +20,7 @@ pub fn all(system: System) -> String {
     text
 }
 
-/// The page with the tables of its sections. The body of a heading "Keys of `TABLE`" is made from the options in this table
+/// The page with the lists of its sections. The body of a heading "Keys of `TABLE`" is made from the options in this table
 /// of verl, that of "Options for `A`, `B`" from the options whose key is in these tables of ours, and that of "Options
 /// without a key" from the others.
 pub fn filled(system: &str, page: &str) -> String {
@@ -69,8 +69,8 @@ fn is_shown(row: &Row) -> bool {
     !row.key.is_empty() && row.kind <= Kind::Approximate && !row.key.starts_with("optim.critic.")
 }
 
-/// A row for each key and note: the options, the key, the note. Options with a dot in their names follow in a list,
-/// because a job file cannot have them as keys.
+/// A line for each key and note: the options, the key, the note. A table would have no column for so long names. Options
+/// with a dot in their names follow, because a job file cannot have them as keys.
 fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> String {
     let mut lines: Vec<(&Row, Vec<String>)> = Vec::new();
     for row in table::rows().iter().filter(|row| row.system == system) {
@@ -88,28 +88,24 @@ fn keys(system: System, is_in: &dyn Fn(&Row, &str) -> bool, within: &str) -> Str
         let all: Vec<String> = options.iter().take(4).map(|option| format!("`{}`", system.written(option))).collect();
         all.join(", ") + if options.len() > 4 { " and others" } else { "" }
     };
-    let mut text = format!("| {system} | here | note |\n|---|---|---|\n");
-    let mut newer = String::new();
+    let (mut text, mut newer) = (String::new(), String::new());
     for (row, options) in &lines {
         let is_flat = |option: &&String| system == System::Verl || !option.contains('.');
         let flat: Vec<&String> = options.iter().filter(is_flat).collect();
         let dotted: Vec<&String> = options.iter().filter(|option| !is_flat(option)).collect();
         let method = if system == System::Trl { "sft." } else { "ppo." };
         let key = row.key.replace("method.beta", "dpo.beta").replace("method.", method);
-        if flat.is_empty() {
-            let note = if row.note.is_empty() { String::new() } else { format!(": {}", row.note) };
-            let _ = writeln!(newer, "- {}: `{key}`{note}", written(&dotted));
-            continue;
-        }
-        let _ = writeln!(text, "| {} | `{key}` | {} |", written(&flat), row.note);
+        let note = if row.note.is_empty() { String::new() } else { format!(": {}", row.note) };
+        let (list, shown) = if flat.is_empty() { (&mut newer, &dotted) } else { (&mut text, &flat) };
+        let _ = writeln!(list, "- {}: `{key}`{note}", written(shown));
     }
     if !newer.is_empty() {
         let _ = write!(text, "\nOnly in newer versions:\n\n{newer}");
     }
-    text.replace("|  |\n", "| |\n")
+    text
 }
 
-/// A row for each reason: the options that need no key, or have none. Options of profilers and engines are left out.
+/// A line for each reason: the options that need no key, or have none. Options of profilers and engines are left out.
 fn others(system: System) -> String {
     let mut lines: Vec<(Kind, &str, Vec<&str>)> = Vec::new();
     for row in table::rows().iter().filter(|row| row.system == system && !row.note.is_empty()) {
@@ -125,13 +121,13 @@ fn others(system: System) -> String {
             }
         }
     }
-    let mut text = format!("| {system} | why |\n|---|---|\n");
+    let mut text = String::new();
     for (_, note, mut options) in lines {
         options.dedup();
         let shown: Vec<String> = options.iter().take(3).map(|option| format!("`{}`", system.written(option))).collect();
         let more = if options.len() > 3 { " and others" } else { "" };
         if !shown.is_empty() {
-            let _ = writeln!(text, "| {}{more} | {note} |", shown.join(", "));
+            let _ = writeln!(text, "- {}{more}: {note}", shown.join(", "));
         }
     }
     text
