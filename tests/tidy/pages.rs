@@ -71,9 +71,15 @@ fn the_pages_name_only_existing_keys() {
     let tables = Vec::from_iter(tables).join("|");
     let named = format!(r"(?:^|[^\w./-])((?:{tables})(?:\.[a-z_]+)+)");
     let is_file = |key: &str| key.split('.').any(|part| ["py", "jsonl", "json", "toml"].contains(&part));
-    // The page for users of verl has its names, which `help` knows, and a column of its rows.
+    // The page for users of verl has its names, also without the table of their section, and a column of its rows.
+    let verl = printed(&["migrate", "--options", "verl"]);
+    let is_option = |key: &str| {
+        let mut names = verl.lines().filter_map(|line| line.split('\t').next());
+        names.any(|name| name == key || name.ends_with(&format!(".{key}")))
+    };
     let is_of_verl = |name: &str, key: &str| {
-        name.ends_with("from-verl.md") && (key == "reward_model.ground_truth" || !reference::find(key).is_empty())
+        let is_known = || key == "reward_model.ground_truth" || is_option(key) || !reference::find(key).is_empty();
+        name.ends_with("from-verl.md") && is_known()
     };
     none(texts().into_iter().flat_map(|File { name, text }| {
         let is_known = |key: &str| keys.contains(key) || is_file(key) || is_of_verl(&name, key);
@@ -130,13 +136,15 @@ fn a_key_of_another_system_leads_to_a_key_that_the_page_names() {
     let (mut faults, mut rows) = (Vec::new(), 0);
     for page in pages().iter().filter(|page| page.name.contains("/from-")) {
         let (mut table, mut meanings) = (String::new(), BTreeMap::<String, Vec<&str>>::new());
-        let mut is_newer = false;
+        // Options that a job file cannot have, or that have no key.
+        let mut is_apart = false;
         for line in page.lines() {
-            is_newer = (is_newer && !line.starts_with("## ")) || line.starts_with("Only in newer");
+            let begins = line.starts_with("Only in newer") || line.starts_with("## Options without a key");
+            is_apart = begins || (is_apart && !line.starts_with("## "));
             if line.starts_with("## ") {
                 table = found("^## Keys of `(.*)`", line).first().map_or_else(String::new, |table| format!("{table}."));
             }
-            let Some((words, key)) = line.split_once(": `").filter(|_| line.starts_with("- `") && !is_newer) else {
+            let Some((words, key)) = line.split_once(": `").filter(|_| line.starts_with("- `") && !is_apart) else {
                 continue;
             };
             let keys = found(r"^([a-z]+\.[a-z_.]+)`", key);
