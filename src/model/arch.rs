@@ -9,7 +9,7 @@ use super::expert_files::ExpertForm;
 use super::families::{Embedded, Family, Number, Windows};
 use super::family_keys::{BIDIRECTIONAL, FURTHER_LAYERS};
 use super::file_rows::HeadRows;
-use super::files;
+use super::files::{self, Checkpoint};
 use super::mxfp4;
 use super::names::{EMBEDDING, LM_HEAD};
 use super::naming::is_other;
@@ -127,9 +127,12 @@ impl Arch {
     pub fn read(dir: &Path) -> Result<(Self, Vec<String>)> {
         let config = read_object(&dir.join("config.json"))?.ok_or_else(|| files::no_model(dir))?;
         let mut arch = Self::from_config(&config).map_err(|e| e.within(dir.display()))?;
-        arch = arch.with_others(dir);
-        arch.has_stacked_experts =
-            arch.family.experts.is_some() && arch.expert_form() != ExpertForm::Columns && ExpertForm::is_stacked(dir);
+        // An error in the files is reported when they are loaded.
+        let files = Checkpoint::open(dir).ok();
+        arch = arch.with_others_of(dir, files.as_ref());
+        arch.has_stacked_experts = arch.family.experts.is_some()
+            && arch.expert_form() != ExpertForm::Columns
+            && files.as_ref().is_some_and(ExpertForm::is_stacked);
         arch.corrections = Corrections::read(dir, &arch.corrected_layers())?;
         // A job whose rows are longer chooses the other frequencies.
         arch = arch.for_rows(0);
@@ -149,7 +152,7 @@ impl Arch {
                 dir.display()
             ));
         }
-        if files::has_tensor(dir, |name| arch.is_further(name)) {
+        if files.as_ref().is_some_and(|files| files.has(|name| arch.is_further(name))) {
             warnings.push(format!(
                 "{}: the layers after layer {}, which predict further tokens, are not used; exports leave them out",
                 dir.display(),
@@ -171,7 +174,8 @@ impl Arch {
                 dir.display()
             ));
         }
-        if arch.tied && arch.head == Head::LanguageModel && files::has_own_head(dir, LM_HEAD, EMBEDDING) {
+        let has_own_head = || files.as_ref().is_some_and(|files| files.has_own_head(LM_HEAD, EMBEDDING));
+        if arch.tied && arch.head == Head::LanguageModel && has_own_head() {
             // transformers 5 uses it, too.
             arch.tied = false;
             arch.source.insert("tie_word_embeddings".into(), false.into());
@@ -187,7 +191,11 @@ impl Arch {
     /// The architecture with the tensors outside the language model in `dir`, if there may be some.
     #[must_use]
     pub fn with_others(self, dir: &Path) -> Self {
-        let is_found = || files::has_tensor(dir, |name| self.is_other(name));
+        self.with_others_of(dir, Checkpoint::open(dir).ok().as_ref())
+    }
+
+    fn with_others_of(self, dir: &Path, files: Option<&Checkpoint>) -> Self {
+        let is_found = || files.is_some_and(|files| files.has(|name| self.is_other(name)));
         let has_others = self.wrapper.is_some() || (self.family.others.is_some() && is_found());
         Self { others: has_others.then(|| dir.to_owned()), ..self }
     }

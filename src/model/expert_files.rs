@@ -3,8 +3,7 @@
 
 use super::block_spec::ExpertsSpec;
 use super::file_rows::{FileRows, Runs};
-use super::files::has_tensor;
-use std::path::Path;
+use super::files::Checkpoint;
 
 /// The form of the experts in the files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,10 +21,9 @@ pub enum ExpertForm {
 }
 
 impl ExpertForm {
-    /// Whether the files of a model directory have one tensor for all experts. An error in them is reported when they
-    /// are loaded.
-    pub(super) fn is_stacked(dir: &Path) -> bool {
-        has_tensor(dir, |name| name.starts_with("model.layers.") && name.ends_with(".mlp.experts.gate_up_proj"))
+    /// Whether the files of a model have one tensor for all experts.
+    pub(super) fn is_stacked(files: &Checkpoint) -> bool {
+        files.has(|name| name.starts_with("model.layers.") && name.ends_with(".mlp.experts.gate_up_proj"))
     }
 }
 

@@ -56,22 +56,6 @@ impl Stored<'_> {
     }
 }
 
-/// Whether the files of `dir` contain a tensor named `head` that differs from the one named `embedding`. False without
-/// such files; an error in them is reported when they are loaded.
-pub(super) fn has_own_head(dir: &Path, head: &str, embedding: &str) -> bool {
-    let Ok(found) = Checkpoint::open(dir) else { return false };
-    match (found.get(head), found.get(embedding)) {
-        (Some(head), Some(embedding)) => (head.dtype, head.bytes) != (embedding.dtype, embedding.bytes),
-        _ => false,
-    }
-}
-
-/// Whether the files in `dir` have a tensor with such a name. Returns false without such files; an error in them is
-/// reported when they are loaded.
-pub(super) fn has_tensor(dir: &Path, is_such: impl Fn(&str) -> bool) -> bool {
-    Checkpoint::open(dir).is_ok_and(|found| found.names().any(is_such))
-}
-
 impl Checkpoint {
     /// Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
     pub(super) fn open(dir: &Path) -> Result<Self> {
@@ -118,6 +102,17 @@ impl Checkpoint {
             }
         }
         Ok(Self { shards, by_name, naming })
+    }
+
+    /// Whether a tensor has such a name.
+    pub(super) fn has(&self, is_such: impl Fn(&str) -> bool) -> bool {
+        self.names().any(is_such)
+    }
+
+    /// Whether there is a tensor named `head` that differs from the one named `embedding`.
+    pub(super) fn has_own_head(&self, head: &str, embedding: &str) -> bool {
+        let [head, embedding] = [head, embedding].map(|name| self.get(name).map(|found| (found.dtype, found.bytes)));
+        head.is_some() && embedding.is_some() && head != embedding
     }
 
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {

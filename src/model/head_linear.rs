@@ -3,6 +3,7 @@
 
 use super::context::Context;
 use super::file_rows::FileRows;
+use super::linear::scaled_product;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::Cut;
 use super::weights::{Gradients, Unit};
@@ -115,11 +116,7 @@ impl HeadLinear {
 impl HeadAdapter {
     /// scale x A^T (s, rank)
     fn inner(&self, w: &Unit, x: &Tensor) -> Tensor {
-        let a = w.weight(self.a);
-        let mut inner = x.like(x.rows(), a.n);
-        matmul::forward(x, a, None, &mut inner, Into::Overwrite);
-        scale::by(self.scale, &mut inner);
-        inner
+        scaled_product(w, x, self.a, self.scale)
     }
 
     /// scale y B_h (s, rank)

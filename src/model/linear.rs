@@ -194,14 +194,19 @@ impl Linear {
     }
 }
 
+/// scale x A^T, the inner result of an adapter.
+pub(super) fn scaled_product(w: &Unit, x: &Tensor, a: ParamId, scale: f32) -> Tensor {
+    let a = w.weight(a);
+    let mut inner = x.like(x.rows(), a.n);
+    matmul::forward(x, a, None, &mut inner, Into::Overwrite);
+    scale::by(scale, &mut inner);
+    inner
+}
+
 impl Adapter {
     /// scale x A^T (t, rank)
     fn inner(&self, w: &Unit, x: &Tensor) -> Tensor {
-        let a = w.weight(self.a);
-        let mut inner = x.like(x.rows(), a.n);
-        matmul::forward(x, a, None, &mut inner, Into::Overwrite);
-        scale::by(self.scale, &mut inner);
-        inner
+        scaled_product(w, x, self.a, self.scale)
     }
 
     /// The same for each adapter. If there are as many as matrices, they are one call to the threads: alone, a product with

@@ -68,19 +68,18 @@ pub fn ministral3() -> Arch {
 
 /// Heads of which each has a gate, and a mixture with an expert for all tokens that each token weighs.
 pub fn gated(chosen: usize) -> Arch {
-    let keys = serde_json::json!({
-        "layer_types": ["full_attention", "full_attention"], "num_experts": 8, "num_experts_per_tok": chosen,
-        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "norm_topk_prob": true,
-        "linear_num_key_heads": 1, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-    });
-    arch_with("qwen3_next", 1, &keys)
+    qwen3_next("full_attention", chosen)
 }
 
 /// A layer with the gated delta rule and one with attention, and a mixture as in `gated`.
 pub fn hybrid(chosen: usize) -> Arch {
+    qwen3_next("linear_attention", chosen)
+}
+
+/// Two layers, the second one with attention.
+fn qwen3_next(first: &str, chosen: usize) -> Arch {
     let keys = serde_json::json!({
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_tok": chosen,
+        "layer_types": [first, "full_attention"], "num_experts": 8, "num_experts_per_tok": chosen,
         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 48, "norm_topk_prob": true,
         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,

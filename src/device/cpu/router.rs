@@ -38,31 +38,51 @@ pub(super) fn choose(row: &[f32], best: &mut [(f32, u32)], chosen: &mut [u32]) {
 /// Turns `logits` (t, experts) into probabilities. Writes the k chosen experts of each row, ascending, and their weights,
 /// both (t, k): the probabilities, divided by their sum if `renormalizes`.
 pub fn forward(logits: &mut [f32], experts: usize, renormalizes: bool, chosen: &mut [u32], weights: &mut [f32]) {
-    let (level, t) = (level(), logits.len() / experts);
+    let level = level();
+    each_row(logits, experts, chosen, weights, |row, Room { best, .. }, chosen, weights| {
+        choose(row, best, chosen);
+        let stats = row_stats(level, row, 1.0);
+        probabilities(level, row, stats.max, stats.sum_exp);
+        for (weight, &e) in weights.iter_mut().zip(&*chosen) {
+            *weight = row[e as usize];
+        }
+        if renormalizes {
+            let sum: f32 = weights.iter().sum();
+            for weight in weights {
+                *weight /= sum;
+            }
+        }
+    });
+}
+
+/// Scratch memory of a thread: the best values so far (k), and as many numbers as a row has.
+pub(super) struct Room {
+    pub best: Vec<(f32, u32)>,
+    pub row: Vec<f32>,
+}
+
+/// Calls `choose` with each row of the logits (t, experts), its chosen experts and their weights, both (t, k).
+pub(super) fn each_row(
+    logits: &mut [f32],
+    experts: usize,
+    chosen: &mut [u32],
+    weights: &mut [f32],
+    choose: impl Fn(&mut [f32], &mut Room, &mut [u32], &mut [f32]) + Sync,
+) {
+    let t = logits.len() / experts;
     let k = chosen.len() / t.max(1);
     assert!(logits.len() == t * experts && chosen.len() == t * k && weights.len() == t * k && k <= experts);
     let [all, of_weights] = [logits, weights].map(Shares::new);
     let of_chosen = Shares::new(chosen);
     pool().ranges(t, 1, t * experts < SERIAL_BELOW, &|rows| {
-        let mut best = vec![(0.0, 0); k];
+        let mut room = Room { best: vec![(0.0, 0); k], row: vec![0.0; experts] };
         for i in rows {
+            let own = i * k..(i + 1) * k;
             // SAFETY: rows do not overlap and lie within the slices, which outlive the call.
             let (row, chosen, weights) = unsafe {
-                let own = i * k..(i + 1) * k;
                 (all.slice(i * experts..(i + 1) * experts), of_chosen.slice(own.clone()), of_weights.slice(own))
             };
-            choose(row, &mut best, chosen);
-            let stats = row_stats(level, row, 1.0);
-            probabilities(level, row, stats.max, stats.sum_exp);
-            for (weight, &e) in weights.iter_mut().zip(&*chosen) {
-                *weight = row[e as usize];
-            }
-            if renormalizes {
-                let sum: f32 = weights.iter().sum();
-                for weight in weights {
-                    *weight /= sum;
-                }
-            }
+            choose(row, &mut room, chosen, weights);
         }
     });
 }

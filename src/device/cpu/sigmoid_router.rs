@@ -3,8 +3,8 @@
 //! on that row only.
 
 use super::exp::exp;
-use super::pool::{Shares, pool};
-use super::router::{SERIAL_BELOW, choose};
+use super::pool::pool;
+use super::router::{Room, SERIAL_BELOW, choose, each_row};
 use crate::device::simd::{level, leveled};
 use std::sync::Arc;
 
@@ -63,29 +63,22 @@ impl SigmoidRule {
     /// Turns `logits` (t, experts) into scores s. Writes the k chosen experts of each row, ascending, and their weights,
     /// both (t, k): s times the scale, divided by the sum of the chosen s if they are renormalized.
     pub fn forward(&self, logits: &mut [f32], chosen: &mut [u32], weights: &mut [f32]) {
-        let experts = self.correction.len();
-        let (level, t) = (level(), logits.len() / experts);
-        let k = chosen.len() / t.max(1);
-        assert!(logits.len() == t * experts && chosen.len() == t * k && weights.len() == t * k && k <= experts);
-        let [all, of_weights] = [logits, weights].map(Shares::new);
-        let of_chosen = Shares::new(chosen);
-        pool().ranges(t, 1, t * experts < SERIAL_BELOW, &|rows| {
-            let (mut best, mut corrected) = (vec![(0.0, 0); k], vec![0.0; experts]);
-            for i in rows {
-                // SAFETY: rows do not overlap and lie within the slices, which outlive the call.
-                let (row, chosen, weights) = unsafe {
-                    let own = i * k..(i + 1) * k;
-                    (all.slice(i * experts..(i + 1) * experts), of_chosen.slice(own.clone()), of_weights.slice(own))
-                };
+        let level = level();
+        each_row(
+            logits,
+            self.correction.len(),
+            chosen,
+            weights,
+            |row, Room { best, row: corrected }, chosen, weights| {
                 scores(level, row);
-                self.corrected(row, &mut corrected);
-                choose(&corrected, &mut best, chosen);
+                self.corrected(row, corrected);
+                choose(corrected, best, chosen);
                 let sum = self.divisor(row, chosen);
                 for (weight, &e) in weights.iter_mut().zip(&*chosen) {
                     *weight = row[e as usize] / sum * self.scale;
                 }
-            }
-        });
+            },
+        );
     }
 
     /// The sum of the chosen scores, or 1.

@@ -1,7 +1,6 @@
 //! States of sequences in a paged cache, and the location of a batch's sequences in it.
 
-use super::gpu::Arg;
-use super::gpu::gpu;
+use super::gpu::{Arg, gpu};
 use super::kv_cache::Words;
 use super::memory::{Memory, ViewMut};
 use super::shape::{THREADS, to_i32, to_u32};
