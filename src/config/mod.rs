@@ -44,6 +44,7 @@ pub mod metric;
 pub mod metrics;
 pub mod model;
 pub mod optim;
+mod paths;
 pub mod reference;
 pub mod reward;
 pub mod rollout;
@@ -251,37 +252,5 @@ impl Config {
         if self.ppo.overlong_buffer_tokens > 0 && self.ppo.overlong_tokens_max == 0 {
             self.ppo.overlong_tokens_max = self.rollout.response_tokens_max;
         }
-    }
-
-    /// Makes all paths absolute, also those of rewards, so that a file with them can be anywhere.
-    pub fn make_absolute(&mut self, here: &Path) {
-        let base = here.join(&self.base);
-        self.resolve_paths(here);
-        for python in &mut self.reward.python {
-            python.file = base.join(&python.file).display().to_string();
-            if python.interpreter.contains('/') {
-                python.interpreter = base.join(&python.interpreter).display().to_string();
-            }
-        }
-    }
-
-    /// Makes relative paths start from `base`.
-    fn resolve_paths(&mut self, base: &Path) {
-        let absolute = |path: &mut PathBuf| {
-            if !path.as_os_str().is_empty() {
-                *path = base.join(&*path);
-            }
-        };
-        absolute(&mut self.job.dir);
-        absolute(&mut self.model.actor);
-        absolute(&mut self.model.reference);
-        absolute(&mut self.model.critic);
-        absolute(&mut self.model.adapter);
-        absolute(&mut self.model.reference_adapter);
-        self.model.teachers.iter_mut().for_each(absolute);
-        self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
-        self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));
-        self.data.relative_to(base);
-        self.base = base.to_path_buf();
     }
 }
