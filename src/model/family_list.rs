@@ -147,7 +147,7 @@ const QWEN3_5: Family = Family {
 };
 
 /// The supported families. Defaults are those of the configuration classes of transformers 4 and 5.
-pub(super) static FAMILIES: [Family; 23] = [
+pub(super) static FAMILIES: &[Family] = &[
     LLAMA,
     MISTRAL,
     Family {
