@@ -104,8 +104,16 @@ fn values_at_environment_tokens_change_neither_loss_nor_weights_nor_metrics() {
         Estimator::DrGrpo,
         Estimator::Gdpo,
         Estimator::Remax,
+        Estimator::FlashReinforce,
     ];
-    let losses = [PolicyLossKind::Clip, PolicyLossKind::Gspo, PolicyLossKind::Cispo, PolicyLossKind::Sapo];
+    let losses = [
+        PolicyLossKind::Clip,
+        PolicyLossKind::Gspo,
+        PolicyLossKind::Cispo,
+        PolicyLossKind::Sapo,
+        PolicyLossKind::Masked,
+        PolicyLossKind::SequenceTrust,
+    ];
     let corrections = [Correction::None, Correction::Tis, Correction::Icepop, Correction::SequenceMask];
     let kl = [KlIn::Reward, KlIn::Loss, KlIn::None];
     let sums = [Aggregation::Token, Aggregation::Sequence, Aggregation::SequenceSumFixed];

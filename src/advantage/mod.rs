@@ -60,7 +60,8 @@ impl AdvantageState {
 ///
 /// An empty `ref_logprobs` means no reference: KL 0. `returns` are the targets of the critic (gae), otherwise the
 /// reverse cumulative sum of the rewards before whitening. If mask is 0, rewards, advantages and returns are 0. A
-/// sample with no learned token still counts in its group's mean.
+/// sample with no learned token still counts in its group's mean. With `mask_truncated`, these are also the samples that
+/// were cut by length.
 ///
 /// # Errors
 /// `Fault` if a number is not finite.
@@ -74,6 +75,9 @@ pub fn compute_step(
     samples: &mut [Experience],
 ) -> Result<AdvantageStats> {
     check(config, samples)?;
+    if config.mask_truncated {
+        scores::mask_truncated(samples);
+    }
     let raw: Vec<f64> = samples.iter().map(|s| f64::from(s.score)).collect();
     let (score_mean, _) = whitening::moments(raw.iter().copied());
     let shape = |mut scores: Vec<f64>, samples: &[Experience]| {
@@ -86,6 +90,9 @@ pub fn compute_step(
     let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
         group::shape(config.advantage, weights, &mut scores, samples);
+    }
+    if config.advantage == Estimator::FlashReinforce {
+        scores = scores.into_iter().map(|score| score - reward_mean).collect();
     }
     let mut greedy_mean = None;
     if config.advantage.has_greedy() {
@@ -140,15 +147,22 @@ fn greedy_responses(samples: &[Experience]) -> Result<Vec<Experience>> {
 /// lambda is 1, so both are the discounted sum of the rewards from a token on.
 fn estimate(config: &PpoConfig, sample: &mut Experience) {
     let zeros = vec![0.0; sample.mask.len()];
-    let (gamma, lambda, values) = match config.advantage {
-        Estimator::Gae => (f64::from(config.gamma), f64::from(config.lambda), &sample.values),
-        Estimator::ReinforcePp => (f64::from(config.gamma), 1.0, &zeros),
-        _ => (1.0, 1.0, &zeros),
+    let tokens = sample.mask.iter().filter(|mask| **mask != 0).count();
+    let (gamma, [policy, critic], values) = match config.advantage {
+        Estimator::Gae => (f64::from(config.gamma), config.lambdas(tokens), &sample.values),
+        Estimator::ReinforcePp => (f64::from(config.gamma), [1.0; 2], &zeros),
+        _ => (1.0, [1.0; 2], &zeros),
     };
     let bootstraps = config.advantage.has_critic() && config.truncation == Truncation::Bootstrap;
     let is_cut = sample.response.finish == Finish::Length;
     let last = if bootstraps && is_cut { sample.last_value } else { 0.0 };
-    (sample.advantages, sample.returns) = gae::gae(gamma, lambda, &sample.rewards, values, last, &sample.mask);
+    let with = |lambda| gae::gae(gamma, lambda, &sample.rewards, values, last, &sample.mask);
+    let (advantages, mut returns) = with(policy);
+    // The critic's targets have a lambda of their own (arXiv:2504.05118).
+    if critic != policy {
+        returns = with(critic).1;
+    }
+    (sample.advantages, sample.returns) = (advantages, returns);
 }
 
 /// The values of `pick` for all learned tokens.

@@ -63,6 +63,13 @@ pub fn shape_truncated(config: &PpoConfig, scores: &mut [f64], samples: &[Experi
     }
 }
 
+/// Leaves samples cut by length out of the losses: their masks become 0 (overlong filtering, arXiv:2503.14476, section
+/// 3.4).
+pub fn mask_truncated(samples: &mut [Experience]) {
+    let cut = samples.iter_mut().filter(|sample| sample.response.finish == Finish::Length);
+    cut.for_each(|sample| sample.mask.fill(0));
+}
+
 /// rewards_t = -beta kl_t, plus the score at the last learned token; 0 if mask is 0. Without a learned token the score
 /// is not placed.
 pub fn place(beta: f64, score: f64, sample: &mut Experience) {

@@ -191,9 +191,10 @@ impl Config {
     /// Whether the log-probabilities before the update are recomputed in the training layout. `auto` recomputes if
     /// `rollout` and `training` differ in the order of their sums, as they do with `fast` GEMMs. A rollout that runs
     /// ahead uses other weights anyway: its ratio is against the weights that sampled the tokens, unless a correction
-    /// is set.
+    /// is set. Losses whose ratio is defined against the sampler do not recompute.
     pub fn recomputes_old_logprobs(&self, training: &Mesh, rollout: &Mesh, fast: bool) -> bool {
         match self.ppo.old_logprobs {
+            OldLogprobs::Auto if self.ppo.loss.is_against_sampler() => false,
             OldLogprobs::Auto if self.mesh.async_updates_max > 0 => self.ppo.correction != Correction::None,
             OldLogprobs::Auto => fast || training.sequence > 1 || training.tensor != rollout.tensor,
             OldLogprobs::Rollout => false,

@@ -132,7 +132,7 @@ fn times(config: &Config, ranks: &Ranks, shape: &StepShape) -> Result<Times> {
     all.all_reduce_max_f64(&mut seconds);
     let [exact, fast, exact_backward, fast_backward] = seconds;
     // The number of passes of a step's tokens: forward and backward, and forward only.
-    let trained = shape.epochs * shape.trained;
+    let trained = shape.trained_passes();
     let forwards = [false, true].map(|fast| {
         let again = if config.gradient.recompute == Recompute::Block { trained } else { 0 };
         let old = shape.has_rollout() && config.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast);

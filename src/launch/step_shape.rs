@@ -13,9 +13,11 @@ pub struct StepShape {
     /// The rows of a step over all ranks, and the samples of each.
     pub rows: usize,
     pub samples_per_row: usize,
-    /// Samples of an optimizer step over all ranks, and how often a step trains on its samples.
+    /// Samples of an optimizer step over all ranks, and how often a step trains the first model on its samples.
     pub minibatch: usize,
     pub epochs: usize,
+    /// How often a step trains the critic on its samples. 0 without a critic.
+    pub critic_epochs: usize,
     /// The most tokens of a micro-batch, on each rank of a sequence group.
     pub microbatch_tokens_max: usize,
     /// Models that are trained, and forwards that only score a step's samples.
@@ -29,9 +31,24 @@ impl StepShape {
         self.rows * self.samples_per_row
     }
 
-    /// Optimizer steps of a step.
+    /// Passes over the samples of a step, in which the first model, the critic or both train.
+    pub fn passes(&self) -> usize {
+        self.epochs.max(self.critic_epochs)
+    }
+
+    /// Passes of all models together.
+    pub fn trained_passes(&self) -> usize {
+        if self.trained == 0 { 0 } else { self.epochs + self.critic_epochs }
+    }
+
+    /// Minibatches of a step, each an optimizer step of at least one model.
     pub fn updates(&self) -> usize {
-        self.epochs * self.samples().div_ceil(self.minibatch.max(1))
+        self.updates_in(self.passes())
+    }
+
+    /// Optimizer steps of a model that trains in `epochs` passes.
+    pub fn updates_in(&self, epochs: usize) -> usize {
+        epochs * self.samples().div_ceil(self.minibatch.max(1))
     }
 
     pub fn has_rollout(&self) -> bool {

@@ -35,7 +35,7 @@ pub struct PolicySums {
     pub policy_loss: f64,
     /// Tokens with a weight.
     pub tokens: u64,
-    /// Tokens at which the clipped term is the smaller.
+    /// Tokens at which the clipped term is the smaller, or that `masked` and `sequence_trust` leave out.
     pub clipped: u64,
     /// Sum of o - l.
     pub policy_kl: f64,
@@ -64,6 +64,10 @@ impl AddAssign for PolicySums {
 /// - `cispo`: -f_t stopgrad(min(r, 1 + clip_high)) A l (arXiv:2506.13585)
 /// - `sapo`: -f_t g(r) A, g(r) = (4 / tau) sigmoid(tau (r - 1)), whose slope is 1 at r = 1 and falls on both sides, tau
 ///   by the sign of A (arXiv:2511.20347)
+/// - `masked`: -f_t stopgrad(m_t r) A l, m_t = 1 if 1 - clip_low <= r <= 1 + clip_high, else 0 (arXiv:2607.07508)
+/// - `sequence_trust`: -f_t stopgrad(m r) A l, m = 1 if the mean of d_t over the tokens with a weight is at most
+///   `sequence_kl_max`, else 0, with d_t the KL from the Bernoulli distribution of exp(o) to that of exp(l); the range
+///   must be exactly one whole sequence (FlashREINFORCE, Hu et al. 2026)
 /// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
 ///   one whole sequence (arXiv:2507.18071)
 ///
@@ -83,8 +87,12 @@ pub fn policy_loss(
     tokens.check(dlogprobs.len(), dentropy.len());
     let mut sums = PolicySums::default();
     match config.loss {
-        PolicyLossKind::Clip | PolicyLossKind::Cispo | PolicyLossKind::Sapo => {
-            token_terms(config, tokens, dlogprobs, &mut sums);
+        PolicyLossKind::Clip | PolicyLossKind::Cispo | PolicyLossKind::Sapo | PolicyLossKind::Masked => {
+            token_terms(config, tokens, true, dlogprobs, &mut sums);
+        }
+        PolicyLossKind::SequenceTrust => {
+            let is_trusted = config.sequence_kl_max <= 0.0 || sequence_kl(tokens) <= f64::from(config.sequence_kl_max);
+            token_terms(config, tokens, is_trusted, dlogprobs, &mut sums);
         }
         PolicyLossKind::Gspo => gspo_terms(config, tokens, dlogprobs, &mut sums),
     }
@@ -144,10 +152,28 @@ fn gate(config: &PpoConfig, r: f64, advantage: f64) -> (f64, f64) {
     (4.0 / tau * s * advantage, 4.0 * s * (1.0 - s) * advantage)
 }
 
-/// The terms of `clip`, `cispo` and `sapo`: each token has its own ratio.
-fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
+/// The mean over the learned tokens of p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)), with p = exp(o) and q = exp(l),
+/// both kept 1e-6 away from 0 and 1.
+fn sequence_kl(tokens: &PolicyTokens) -> f64 {
+    let probability = |logprob: f32| f64::from(logprob).exp().clamp(1e-6, 1.0 - 1e-6);
+    let (sum, count) = tokens.learned().fold((0.0, 0usize), |(sum, count), t| {
+        let (p, q) = (probability(tokens.old_logprobs[t]), probability(tokens.logprobs[t]));
+        (sum + p * (p / q).ln() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).ln(), count + 1)
+    });
+    sum / count.max(1) as f64
+}
+
+/// The terms of all losses but `gspo`: each token has its own ratio. `is_trusted`: whether `sequence_trust` keeps the
+/// sequence.
+fn token_terms(
+    config: &PpoConfig,
+    tokens: &PolicyTokens,
+    is_trusted: bool,
+    dlogprobs: &mut [f32],
+    sums: &mut PolicySums,
+) {
     dlogprobs.fill(0.0);
-    let high = 1.0 + f64::from(config.clip_high);
+    let (low, high) = (1.0 - f64::from(config.clip_low), 1.0 + f64::from(config.clip_high));
     for t in tokens.learned() {
         let log_ratio = tokens.log_ratio(t);
         let (r, dr) = ratio(log_ratio);
@@ -156,6 +182,11 @@ fn token_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32],
             PolicyLossKind::Cispo => {
                 let slope = -weight * r.min(high) * advantage;
                 (slope * f64::from(tokens.logprobs[t]), slope, r > high)
+            }
+            PolicyLossKind::Masked | PolicyLossKind::SequenceTrust => {
+                let is_kept = if config.loss == PolicyLossKind::Masked { r >= low && r <= high } else { is_trusted };
+                let slope = if is_kept { -weight * r * advantage } else { 0.0 };
+                (slope * f64::from(tokens.logprobs[t]), slope, !is_kept)
             }
             PolicyLossKind::Sapo => {
                 let (value, slope) = gate(config, r, advantage);

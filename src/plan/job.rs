@@ -79,7 +79,7 @@ impl<'a> Job<'a> {
         if size >= lengths.len() || self.rows.are_alike() {
             return lengths.chunks(size).take(1).map(<[usize]>::to_vec).collect();
         }
-        let (rng, epochs) = (Rng::new(self.config.job.seed, Purpose::Shuffle), self.shape.epochs);
+        let (rng, epochs) = (Rng::new(self.config.job.seed, Purpose::Shuffle), self.shape.passes());
         // As `train::ppo` deals the samples of a step, which counts from 1.
         let orders = (0..epochs).map(|epoch| rng.permutation(lengths.len(), ((step + 1) * epochs + epoch) as u32));
         let dealt = orders.flat_map(|order| order.chunks(size).map(<[usize]>::to_vec).collect::<Vec<_>>());

@@ -2,7 +2,7 @@
 
 Started as `python3 -X utf8 -c THIS SETTINGS`. SETTINGS is JSON: file, function, environment (whether it is one),
 label_argument, columns (of the rows), memory_bytes, timeout_s, steps.
-The first output line names the function that was found, or gives the error. After that, each input line is a list of
+The first output line names the function that was found, and whether it takes log-probabilities, or gives the error. After that, each input line is a list of
 requests, and each request gets one output line, in any order. A list has several requests only if the function is
 asynchronous: they are then awaited together.
 
@@ -190,6 +190,8 @@ def columns_of(request, label_argument, known=()):
     names = dict.fromkeys([*known, *(name for row in rows for name in row)])
     columns.update((name, [row.get(name) for row in rows]) for name in names)
     columns.update(prompts=request["prompts"], completions=request["responses"], completion_ids=request["tokens"])
+    if "logprobs" in request:
+        columns.setdefault("logprobs", request["logprobs"])
     if label_argument:
         columns[label_argument] = request["labels"]
     return columns
@@ -220,6 +222,8 @@ def as_verl(request):
     """verl's arguments for each response."""
     for i, row in enumerate(request["rows"]):
         columns = row["columns"]
+        if "logprobs" in request:
+            columns = {"logprobs": request["logprobs"][i], **columns}
         nested = columns.get("reward_model")
         truth = request["labels"][i] or (nested.get("ground_truth") if isinstance(nested, dict) else "")
         yield {"data_source": columns.get("data_source", request["sources"][i]), "ground_truth": truth, "extra_info": {},
@@ -227,7 +231,8 @@ def as_verl(request):
 
 
 EMPTY = {key: [] for key in
-         ("rows", "prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish")}
+         ("rows", "prompts", "responses", "labels", "sources", "prompt_ids", "prompt_tokens", "tokens", "finish",
+          "logprobs")}
 EMPTY["step"] = 0
 
 
@@ -422,7 +427,7 @@ def find_function(module, settings):
     found, function, style = find(module, settings["function"])
     try:
         if style == "verl":
-            known = ["data_source", "solution_str", "ground_truth", "extra_info", *settings["columns"]]
+            known = ["data_source", "solution_str", "ground_truth", "extra_info", "logprobs", *settings["columns"]]
             named_of(list(inspect.signature(function).parameters.values()), dict.fromkeys(known), ", ".join(known))
         else:
             arguments(function, style, EMPTY, settings, {})
@@ -463,7 +468,9 @@ def main():
     except BaseException as error:
         reply(failure(error))
         return
-    reply({"function": name, "together": is_together})
+    # They are long, so they are sent only to a function that names them.
+    named = not settings["environment"] and "logprobs" in inspect.signature(function).parameters
+    reply({"function": name, "together": is_together, "logprobs": named})
 
     async def answered(request):
         try:

@@ -78,6 +78,8 @@ pub struct PythonWorker {
     child: Option<LineChild>,
     /// The most requests that its function awaits together.
     together: usize,
+    /// Whether its function takes log-probabilities.
+    logprobs: bool,
     requests: u64,
 }
 
@@ -89,6 +91,9 @@ struct Hello {
     /// Whether the function is asynchronous.
     #[serde(default)]
     together: bool,
+    /// Whether the function has an argument for log-probabilities.
+    #[serde(default)]
+    logprobs: bool,
     error: Option<String>,
     /// Whether the error would occur again.
     #[serde(default)]
@@ -143,7 +148,13 @@ pub fn workers(
         error.also(&format!("raise reward.start_timeout_s or reward.retries (it failed after {times})"))
     })?;
     let (mut child, together) = (Some(child), if hello.together { TOGETHER_MAX } else { 1 });
-    let worker = |_| PythonWorker { function: Arc::clone(&function), child: child.take(), together, requests: 0 };
+    let worker = |_| PythonWorker {
+        function: Arc::clone(&function),
+        child: child.take(),
+        together,
+        logprobs: hello.logprobs,
+        requests: 0,
+    };
     Ok((hello.function, file, (0..config.workers).map(worker).collect()))
 }
 
@@ -250,7 +261,7 @@ impl Worker for PythonWorker {
     fn ask_all(&mut self, requests: &[&[Arc<Asked>]], given_up: &AtomicBool) -> Vec<Answer<RewardOutput>> {
         let body = |asked: &&[Arc<Asked>]| {
             let rows = rows_of(self.rows(), asked.iter().map(|one| &one.prompt))?;
-            Ok(request(asked, &rows))
+            Ok(request(asked, &rows, self.logprobs))
         };
         let bodies = match requests.iter().map(body).collect::<std::result::Result<Vec<_>, String>>() {
             Ok(bodies) => bodies,
@@ -358,7 +369,7 @@ impl Function {
     }
 }
 
-fn request(asked: &[Arc<Asked>], rows: &[RowFields]) -> Map<String, Value> {
+fn request(asked: &[Arc<Asked>], rows: &[RowFields], logprobs: bool) -> Map<String, Value> {
     let mut request = Map::new();
     request.insert("rows".into(), json!(rows));
     request.insert("step".into(), asked.first().map_or(0, |one| one.steps_done).into());
@@ -373,6 +384,9 @@ fn request(asked: &[Arc<Asked>], rows: &[RowFields]) -> Map<String, Value> {
     column("responses", &|one| one.response.text.as_str().into());
     column("tokens", &|one| one.response.tokens.clone().into());
     column("finish", &|one| one.response.finish.name().into());
+    if logprobs {
+        column("logprobs", &|one| one.response.logprobs.clone().into());
+    }
     request
 }
 

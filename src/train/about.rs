@@ -19,7 +19,7 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
     let rules: Vec<String> = ledger.filtered.iter().map(|(rule, rows)| format!("{rule} {}", grouped(*rows))).collect();
     let by_rule = if rules.is_empty() { String::new() } else { format!(" ({share:.1} %: {})", rules.join(", ")) };
     let [kept, held_out, filtered] = [kept, ledger.held_out, filtered].map(grouped);
-    let StepShape { rows: of_step, samples_per_row, minibatch, epochs, .. } = *shape;
+    let StepShape { rows: of_step, samples_per_row, minibatch, epochs, critic_epochs, .. } = *shape;
     let samples = if samples_per_row > 1 { format!(" x {samples_per_row} samples") } else { String::new() };
     let updates = shape.updates();
     let passes = (steps * of_step as u64) as f64 / rows.epoch_rows().max(1) as f64;
@@ -28,6 +28,11 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
         let schedule = crate::config::name(&optim.schedule);
         format!("{role} {:e}, {schedule} after a warm-up of {} %", optim.lr, 100.0 * optim.warmup_ratio)
     });
+    let of_critic = if critic_epochs > 0 && critic_epochs != epochs {
+        format!(" (critic: {critic_epochs})")
+    } else {
+        String::new()
+    };
     let row = |label: &str, value: String| (label.to_string(), value);
     let rows = row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"));
     if shape.trained == 0 {
@@ -38,7 +43,7 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
         row(
             "per step",
             format!(
-                "{}{samples}, {} of {}, {} over them; {passes:.2} passes over the data in total",
+                "{}{samples}, {} of {}, {} over them{of_critic}; {passes:.2} passes over the data in total",
                 counted(of_step, "row"),
                 counted(updates, "update"),
                 counted(minibatch, "sample"),

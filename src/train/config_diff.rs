@@ -23,7 +23,8 @@ const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
 /// Keys that set the run directory and how the run resumes.
 const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
 /// Keys that must not change until an unfinished step is done.
-const OF_A_STEP: &[&str] = &["rollout.", "ppo.epochs", "ppo.minibatch_samples", "distill.minibatch_samples"];
+const OF_A_STEP: &[&str] =
+    &["rollout.", "ppo.epochs", "ppo.critic_epochs", "ppo.minibatch_samples", "distill.minibatch_samples"];
 /// Keys of `[rollout]` that do not change results, except by rounding.
 const NOT_OF_A_STEP: &[&str] = &[
     "rollout.batch_max",

@@ -326,8 +326,7 @@ impl<J: Job> Opened<J> {
         needs.about.splice(0..0, about(&config, &shape, &source, steps));
         let to_restore = roles.iter().filter(|role| resumed.is_some() && learned.contains(&role.name));
         check_resources(run, &models, to_restore, needs.rollouts)?;
-        let updates = steps * shape.updates() as u64;
-        let (learners, frozen) = models::learners(run, &models, roles, updates, values)?;
+        let (learners, frozen) = models::learners(run, &models, roles, (steps, &shape), values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;
         if let Some(resumed) = &mut resumed {
             resumed.fill(run, &learned, &mut job.learners())?;

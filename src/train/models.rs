@@ -8,6 +8,7 @@ use crate::config::model::Quantize;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, WeightsFrom};
+use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role, role};
 use crate::model::adapter_config::{AdapterConfig, Task};
 use crate::model::adapter_files;
@@ -411,13 +412,13 @@ pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<R
     Ok(roles)
 }
 
-/// Adds gradients and optimizer state to the models that learn, for a run of `updates` optimizer steps. Returns the
+/// Adds gradients and optimizer state to the models that learn, for a run of `steps` steps of this shape. Returns the
 /// frozen models as well.
 pub fn learners(
     run: &Run,
     models: &[JobModel],
     roles: Vec<Role>,
-    updates: u64,
+    (steps, shape): (u64, &StepShape),
     values: WeightsFrom,
 ) -> Result<(Vec<Learner>, Vec<Role>)> {
     let (mut learners, mut frozen) = (Vec::new(), Vec::new());
@@ -426,7 +427,11 @@ pub fn learners(
     for role in roles {
         let spec = models.iter().map(|model| &model.spec).find(|spec| spec.role.name() == role.name);
         match spec.and_then(|spec| spec.optim.as_ref()) {
-            Some(optim) => learners.push(run.learner(role, optim, updates, values)?),
+            Some(optim) => {
+                let is_critic = role.name == RoleName::Critic.name();
+                let epochs = if is_critic { shape.critic_epochs } else { shape.epochs };
+                learners.push(run.learner(role, optim, steps * shape.updates_in(epochs) as u64, values)?);
+            }
             None => frozen.push(role),
         }
     }

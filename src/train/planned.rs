@@ -76,8 +76,7 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     source.check_context(arch.context)?;
     let values = WeightsFrom::Nowhere;
     let roles = models::load(&run, &models, values)?;
-    let updates = planned.steps * J::shape(&config).updates() as u64;
-    let (learners, frozen) = models::learners(&run, &models, roles, updates, values)?;
+    let (learners, frozen) = models::learners(&run, &models, roles, (planned.steps, &J::shape(&config)), values)?;
     let mut job = J::new(&run, &arch, learners, frozen, source, tokenizer)?;
     if config.eval.every_steps > 0 {
         null::evaluation(|| job.evaluate(&mut run, 0))?;

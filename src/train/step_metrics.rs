@@ -16,7 +16,7 @@ pub fn flops(run: &Run, arch: &Arch, shape: &StepShape, lengths: &[usize]) -> f6
     let forward: f64 = lengths.iter().map(|&tokens| cost.flops(tokens)).sum();
     let old = shape.has_rollout() && run.recomputes_old_logprobs();
     let forwards = usize::from(shape.has_rollout()) + usize::from(old) + shape.scored;
-    forward * (forwards as f64 + passes(arch) * (shape.epochs * shape.trained) as f64)
+    forward * (forwards as f64 + passes(arch) * shape.trained_passes() as f64)
 }
 
 /// What training costs, in forwards: the forward, the gradients of its inputs, and those of the weights that train.

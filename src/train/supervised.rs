@@ -114,6 +114,7 @@ impl<M: Method> Job for Supervised<M> {
             samples_per_row: 1,
             minibatch: samples,
             epochs: 1,
+            critic_epochs: 0,
             microbatch_tokens_max,
             trained: 1,
             scored,

@@ -6,6 +6,7 @@ mod golden;
 mod labelled;
 mod losses;
 mod preference;
+mod single_rollout;
 
 use rlhf_hpc::advantage::{AdvantageState, AdvantageStats, compute_step};
 use rlhf_hpc::config::method::ppo::PpoConfig;

@@ -203,7 +203,7 @@ fn a_step_interrupted_after_each_of_its_updates_resumes_bitwise() {
     for (name, job, more) in [
         ("updates", of(Job::ppo("").with(MASKED).with(texts)), ""),
         ("updates-offload", of(Job::ppo("").with("model.dtype=bf16")), "mesh.offload=[\"optimizer\",\"roles\"]"),
-        ("updates-ahead", of(ahead("", 1, 1)), ""),
+        ("updates-ahead", of(ahead("", 1, 1)).with("ppo.loss=masked ppo.lambda_alpha=1.5 ppo.critic_epochs=3"), ""),
     ] {
         let places = in_parts(job.named(&format!("{name}-whole")), &job.named(name).with(more));
         assert!(places.iter().filter(|place| **place == Place::Training).count() >= 4, "{name}: {places:?}");

@@ -29,11 +29,15 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
         ("clip", "ppo.loss=clip", LAYOUTS),
         ("gspo", "ppo.loss=gspo ppo.advantage=remax", &LAYOUTS[..2]),
         ("mask", masked, &LAYOUTS[2..]),
+        ("masked", "ppo.loss=masked ppo.lambda_alpha=0.5 ppo.critic_epochs=2 ppo.mask_truncated=true", &LAYOUTS[..2]),
+        ("trust", "ppo.loss=sequence_trust ppo.sequence_kl_max=0.01 ppo.advantage=flash-reinforce", &LAYOUTS[1..2]),
     ] {
         let sets = format!(
             "job.steps=1 ppo.epochs=1 {loss} ppo.entropy_coef=0.01 ppo.kl_in=loss ppo.kl_estimator=k3 \
              rollout.top_k=100 ppo.minibatch_samples=16 ppo.ptx_coef=0.1 data.pretrain=[\"texts.jsonl\"]"
         );
+        // These losses do not recompute the log-probabilities at sampling.
+        let is_against_sampler = ["masked", "trust"].contains(&name);
         let alone = Job::ppo(&format!("layout-{name}-alone")).with(&sets).done();
         for (i, (ranks, layout)) in layouts.iter().enumerate() {
             // A batch smaller than a rank's share: ranks claim prompts whenever they have a free slot.
@@ -47,10 +51,11 @@ fn a_ppo_step_on_any_layout_has_the_samples_and_the_metrics_of_one_rank() {
             let has = |word: &str| layout.contains(word);
             let line = &job.metrics()[0];
             for key in ["sampler_gap_max", "time_old_logprobs_s"] {
-                let again = has("sequence") || has("rollout");
+                let again = !is_against_sampler && (has("sequence") || has("rollout"));
                 assert_eq!(line.contains_key(key), again, "{key} on {layout}: sampling has another order of sums");
             }
-            assert_eq!(line["logprob_gap_max"].as_f64(), Some(0.0), "{layout}");
+            let gap = line["logprob_gap_max"].as_f64().expect("a number");
+            assert!(gap == 0.0 || is_against_sampler && gap < 1e-4, "{gap} on {layout}");
             for key in ["reshard_bytes", "time_reshard_s"] {
                 assert_eq!(line.contains_key(key), has("zero=3") || has("rollout"), "{key} on {layout}");
             }

@@ -22,7 +22,7 @@ fn steps(name: &str, sets: &str) -> Job {
 }
 
 /// Every loss, aggregation, filter and way to shape scores is in one of these jobs.
-const MIXED: [(&str, &str); 6] = [
+const MIXED: [(&str, &str); 8] = [
     (
         "clip",
         "ppo.loss=clip ppo.aggregation=sequence_sum_fixed ppo.advantage=grpo ppo.dual_clip=3.0 rollout.temperature=1.3 \
@@ -47,6 +47,12 @@ const MIXED: [(&str, &str); 6] = [
         "shaped",
         "ppo.reward_normalize=true ppo.truncated_score_coef=0.5 ppo.reward_clip=[-1.0,1.0] ppo.kl_estimator=k2 ppo.kl_coef=0.2",
     ),
+    (
+        "masked",
+        "ppo.loss=masked ppo.clip_low=0.3 ppo.clip_high=5.0 ppo.lambda_alpha=1.5 ppo.critic_epochs=3 ppo.mask_truncated=true \
+         rollout.samples_per_prompt=1",
+    ),
+    ("trust", "ppo.loss=sequence_trust ppo.advantage=flash-reinforce ppo.kl_in=none rollout.samples_per_prompt=1"),
     ("bootstrap", "ppo.truncation=bootstrap ppo.gamma=0.9 ppo.lambda=0.9"),
 ];
 

@@ -133,6 +133,25 @@ fn every_signature_of_trl_and_verl_gets_its_arguments() {
 }
 
 #[test]
+fn only_a_function_that_names_log_probabilities_gets_them() {
+    let asks = |arguments: &str, body: &str| format!("def {arguments}:\n    return {body}\n");
+    for (code, want) in [
+        (asks("f(completions, logprobs)", "[sum(one) for one in logprobs]"), [-0.75, 0.0]),
+        (asks("reward_func(queries, prompts, labels, logprobs)", "[sum(one) for one in logprobs]"), [-0.75, 0.0]),
+        (asks("compute_score(solution_str, ground_truth, logprobs)", "sum(logprobs)"), [-0.75, 0.0]),
+        (asks("f(completions, **kwargs)", "[float('logprobs' in kwargs)] * len(completions)"), [0.0, 0.0]),
+    ] {
+        let mut reward = Job::new(&code)
+            .in_run("python = { file = \"reward.py\", batch = 0 }", &context(&[json!({}), json!({})]))
+            .unwrap();
+        let prompts = [prompt(0, "1+1=", "2"), prompt(1, "2+3=", "5")];
+        let known = Response { logprobs: vec![-0.5, -0.25], ..response("2", 2) };
+        let scored = reward.score(&[&prompts[0], &prompts[1]], &[&known, &response("6", 1)]).unwrap();
+        assert_eq!(scores(&scored), want, "{code}");
+    }
+}
+
+#[test]
 fn metrics_of_a_trl_function_are_logged_and_text_is_reported_once_as_not_kept() {
     let job = Job::new(
         "def f(completions, log_extra, log_metric, **kwargs):\n    log_extra('level', [1, 2])\n    \

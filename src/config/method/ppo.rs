@@ -30,6 +30,8 @@ pub enum Estimator {
     Gdpo,
     /// Score minus the score of the greedy response to the same prompt. arXiv:2310.10505
     Remax,
+    /// Score minus the mean score of the batch (FlashREINFORCE, Hu et al. 2026).
+    FlashReinforce,
 }
 
 impl Estimator {
@@ -40,7 +42,7 @@ impl Estimator {
 
     /// Whether a score is compared with the other samples of its prompt, which requires at least two samples.
     pub fn is_grouped(self) -> bool {
-        !matches!(self, Self::Gae | Self::ReinforcePp | Self::Remax)
+        !matches!(self, Self::Gae | Self::ReinforcePp | Self::Remax | Self::FlashReinforce)
     }
 
     /// Whether each prompt also gets a greedy response, whose score is the baseline of the samples.
@@ -108,6 +110,24 @@ pub enum PolicyLossKind {
     Cispo,
     /// A sigmoid gate instead of the clip, softer or harder by the advantage's sign. arXiv:2511.20347
     Sapo,
+    /// The ratio as a weight outside the gradient, and no loss at tokens whose ratio leaves the range.
+    /// arXiv:2607.07508
+    Masked,
+    /// The ratio as a weight outside the gradient, and no loss at sequences that are too far from the sampler
+    /// (FlashREINFORCE, Hu et al. 2026).
+    SequenceTrust,
+}
+
+impl PolicyLossKind {
+    /// Whether the loss of a token depends on the other tokens of its sequence.
+    pub fn is_of_sequences(self) -> bool {
+        matches!(self, Self::Gspo | Self::SequenceTrust)
+    }
+
+    /// Whether the ratio is defined against the distribution that the tokens were sampled from.
+    pub fn is_against_sampler(self) -> bool {
+        matches!(self, Self::Masked | Self::SequenceTrust)
+    }
 }
 
 /// The aggregation of token losses to one number.
@@ -167,6 +187,8 @@ table! {
         pub advantage: Estimator = Estimator::Gae,
         pub gamma: f32 = 1.0 => 0.0..=1.0,
         pub lambda: f32 = 1.0 => 0.0..=1.0,
+        pub lambda_alpha: f32 = 0.0 => 0.0..=FINITE,
+        pub critic_lambda: f32 = -1.0 => -1.0..=1.0,
         pub truncation: Truncation = Truncation::Zero,
         pub advantage_std: bool = true,
 
@@ -177,6 +199,8 @@ table! {
         pub dual_clip: f32 = 0.0 => 0.0..=FINITE,
         pub sapo_tau_positive: f32 = 1.0 => ABOVE_0..=FINITE,
         pub sapo_tau_negative: f32 = 1.05 => ABOVE_0..=FINITE,
+        pub sequence_kl_max: f32 = 0.003 => 0.0..=FINITE,
+        pub mask_truncated: bool = false,
         pub value_clip: f32 = 0.2 => 0.0..=FINITE,
         pub entropy_coef: f32 = 0.0 => -FINITE..=FINITE,
         pub correction: Correction = Correction::None,
@@ -200,6 +224,7 @@ table! {
         pub critic_warmup_steps: u64 = 0 => 0.0..=COUNT,
 
         pub epochs: usize = 1 => 1.0..=10_000.0,
+        pub critic_epochs: usize = 0 => 0.0..=10_000.0,
         pub minibatch_samples: usize = 128 => 1.0..=SAMPLES,
         #[serde(with = "crate::config::auto")]
         #[schemars(with = "crate::config::mesh::Auto")]
@@ -209,9 +234,25 @@ table! {
 }
 
 impl PpoConfig {
-    /// The aggregation in force: GSPO is defined per sequence.
+    /// The aggregation in force: losses of sequences are means over sequences.
     pub fn aggregation_in_force(&self) -> Aggregation {
-        if self.loss == PolicyLossKind::Gspo { Aggregation::Sequence } else { self.aggregation }
+        if self.loss.is_of_sequences() { Aggregation::Sequence } else { self.aggregation }
+    }
+
+    /// The passes of the actor over the samples of a step, and those of the critic.
+    pub fn epochs_in_force(&self) -> [usize; 2] {
+        let critic = if self.critic_epochs > 0 { self.critic_epochs } else { self.epochs };
+        [self.epochs, if self.advantage.has_critic() { critic } else { 0 }]
+    }
+
+    /// The lambdas of "gae" for a response of which `tokens` are learned: the policy's and the critic's.
+    ///
+    /// lambda_policy = max(0, 1 - 1 / (alpha tokens)) with alpha = `lambda_alpha` (arXiv:2504.05118).
+    pub fn lambdas(&self, tokens: usize) -> [f64; 2] {
+        let (fixed, alpha) = (f64::from(self.lambda), f64::from(self.lambda_alpha));
+        let policy = if alpha > 0.0 { (1.0 - 1.0 / (alpha * tokens.max(1) as f64)).max(0.0) } else { fixed };
+        let critic = if self.critic_lambda < 0.0 { fixed } else { f64::from(self.critic_lambda) };
+        [policy, critic]
     }
 
     /// Rejects combinations of these keys that have no meaning.
@@ -225,6 +266,11 @@ impl PpoConfig {
         Error::need(
             clip == 0.0 || (clip > 1.0 && clip.is_finite()),
             format!("ppo.dual_clip must be 0 (off) or above 1 (got {clip})"),
+        )?;
+        let critic = self.critic_lambda;
+        Error::need(
+            critic == -1.0 || critic >= 0.0,
+            format!("ppo.critic_lambda must be between 0 and 1, or -1 for ppo.lambda (got {critic})"),
         )?;
         let [low, high] = self.reward_clip;
         Error::need(low < high, format!("ppo.reward_clip must be [low, high] with low < high (got [{low}, {high}])"))?;
@@ -271,9 +317,13 @@ impl MethodConfig for PpoConfig {
             Estimator::DrGrpo => "Dr. GRPO",
             Estimator::Gdpo => "GDPO",
             Estimator::Remax => "ReMax",
+            Estimator::FlashReinforce => "FlashREINFORCE",
         };
         match self.loss {
             PolicyLossKind::Clip => of_estimator.to_string(),
+            PolicyLossKind::SequenceTrust if self.advantage == Estimator::FlashReinforce => of_estimator.to_string(),
+            PolicyLossKind::Masked => format!("{of_estimator} with the masked-ratio loss"),
+            PolicyLossKind::SequenceTrust => format!("{of_estimator} with a trust region of sequences"),
             other => format!("{of_estimator} with the {} loss", name(&other).to_uppercase()),
         }
     }
@@ -321,18 +371,27 @@ impl MethodConfig for PpoConfig {
     fn needs() -> &'static [Need<Self>] {
         &[
             (
-                "optim.critic model.critic ppo.lambda ppo.truncation ppo.value_clip ppo.critic_warmup_steps",
+                "optim.critic model.critic ppo.lambda ppo.lambda_alpha ppo.critic_lambda ppo.truncation ppo.value_clip \
+                 ppo.critic_warmup_steps ppo.critic_epochs",
                 "job.kind = \"ppo\" and ppo.advantage = \"gae\", which has a critic", |ppo, _| ppo.advantage.has_critic(),
             ),
+            ("ppo.lambda", "ppo.lambda_alpha = 0 or ppo.critic_lambda = -1",
+                |ppo, _| ppo.lambda_alpha <= 0.0 || ppo.critic_lambda < 0.0),
             ("mesh.async_updates_max rollout.keep_sampling_mask", "job.kind = \"ppo\"", |_, _| true),
             ("ppo.gamma", "ppo.advantage = \"gae\" or \"reinforce++\"",
                 |ppo, _| matches!(ppo.advantage, Estimator::Gae | Estimator::ReinforcePp)),
             ("ppo.advantage_std", "an estimator that whitens: gae, reinforce++, reinforce++-baseline or gdpo",
                 |ppo, _| ppo.advantage.is_whitened()),
-            ("ppo.aggregation", "a ppo.loss other than \"gspo\"", |ppo, _| ppo.loss != PolicyLossKind::Gspo),
-            ("ppo.clip_low ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
+            ("ppo.aggregation", "a ppo.loss other than \"gspo\" and \"sequence_trust\"",
+                |ppo, _| !ppo.loss.is_of_sequences()),
+            ("ppo.clip_low", "ppo.loss = \"clip\", \"gspo\" or \"masked\"",
+                |ppo, _| matches!(ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo | PolicyLossKind::Masked)),
+            ("ppo.dual_clip", "ppo.loss = \"clip\" or \"gspo\"",
                 |ppo, _| matches!(ppo.loss, PolicyLossKind::Clip | PolicyLossKind::Gspo)),
-            ("ppo.clip_high", "a ppo.loss other than \"sapo\"", |ppo, _| ppo.loss != PolicyLossKind::Sapo),
+            ("ppo.clip_high", "a ppo.loss other than \"sapo\" and \"sequence_trust\"",
+                |ppo, _| !matches!(ppo.loss, PolicyLossKind::Sapo | PolicyLossKind::SequenceTrust)),
+            ("ppo.sequence_kl_max", "ppo.loss = \"sequence_trust\"",
+                |ppo, _| ppo.loss == PolicyLossKind::SequenceTrust),
             ("ppo.sapo_tau_positive ppo.sapo_tau_negative", "ppo.loss = \"sapo\"",
                 |ppo, _| ppo.loss == PolicyLossKind::Sapo),
             ("ppo.correction_low ppo.correction_high", "ppo.correction", |ppo, _| ppo.correction != Correction::None),

@@ -43,13 +43,15 @@ impl OnlineMethod for Ppo {
     }
 
     fn minibatches(Config { ppo, .. }: &Config) -> (usize, usize) {
-        (ppo.epochs, ppo.minibatch_samples)
+        let [actor, critic] = ppo.epochs_in_force();
+        (actor.max(critic), ppo.minibatch_samples)
     }
 
     fn shape(config: &Config, rollout: StepShape) -> StepShape {
         let uses = config.uses();
         let [critics, references] = [uses.critic, uses.reference].map(usize::from);
-        StepShape { trained: 1 + critics, scored: critics + references, ..rollout }
+        let [epochs, critic_epochs] = config.ppo.epochs_in_force();
+        StepShape { epochs, critic_epochs, trained: 1 + critics, scored: critics + references, ..rollout }
     }
 
     fn warnings_of_start(run: &Run, rows: &Rows, context: usize) -> Vec<String> {
@@ -81,13 +83,15 @@ impl OnlineMethod for Ppo {
         Ok((advantage_values(&stats, samples, kl_beta), kl_beta))
     }
 
-    /// Updates the actor and the critic. While the critic warms up, only the critic.
+    /// Updates the actor and the critic, each in its epochs. While the critic warms up, only the critic.
     fn update(&mut self, run: &Run, sampling: &mut Sampling, batch: &Minibatch) -> Result<Sums> {
-        let warms_up = batch.step <= run.config.ppo.critic_warmup_steps;
-        let texts = &if warms_up { Vec::new() } else { texts(run, sampling, batch)? };
+        let ppo = &run.config.ppo;
+        let [of_actor, of_critic] = ppo.epochs_in_force().map(|epochs| batch.epoch < epochs);
+        let trains_actor = of_actor && batch.step > ppo.critic_warmup_steps;
+        let texts = &if trains_actor { texts(run, sampling, batch)? } else { Vec::new() };
         let update = Update { config: &run.config, axes: &run.ranks.axes, kl_beta: batch.kl_beta, texts };
-        let actor = sampling.actor.as_mut().filter(|_| !warms_up);
-        update.minibatch(actor, sampling.critic.as_mut(), batch.samples)
+        let actor = sampling.actor.as_mut().filter(|_| trains_actor);
+        update.minibatch(actor, sampling.critic.as_mut().filter(|_| of_critic), batch.samples)
     }
 
     fn metrics(run: &Run, sums: &Sums) -> Metrics {

@@ -5,7 +5,7 @@ use super::sft::CrossEntropy;
 use super::update_metrics::{self, POLICY_TOKENS, VALUE_TOKENS};
 use crate::comm::Axes;
 use crate::config::Config;
-use crate::config::method::ppo::{Aggregation, PolicyLossKind};
+use crate::config::method::ppo::Aggregation;
 use crate::data::SftRow;
 use crate::error::Result;
 use crate::experience::Experience;
@@ -114,8 +114,8 @@ impl Objective for PolicyObjective<'_> {
         let (mut found, mut experts) = (PolicySums::default(), Vec::new());
         let logprobs = pass.run(|head| {
             experts = head.experts();
-            // The ratio is that of the whole sequence, so all its log-probabilities are needed before any derivative.
-            let slopes = (ppo.loss == PolicyLossKind::Gspo).then(|| {
+            // The loss depends on the whole sequence, so all its log-probabilities are needed before any derivative.
+            let slopes = ppo.loss.is_of_sequences().then(|| {
                 let (logprobs, entropy) = head.logprobs_and_entropies(rollout.temperature);
                 let (of_sequences, slopes) =
                     all.sequence_loss(ppo, self.kl_beta, whole, &self.axes.sequence, &logprobs, &entropy);

@@ -95,6 +95,8 @@ pub trait OnlineMethod: Sized {
 /// Samples of one optimizer step.
 pub struct Minibatch<'a> {
     pub step: u64,
+    /// The pass over the samples, from 0.
+    pub epoch: usize,
     /// The minibatches of the step before this one, over all epochs.
     pub before: usize,
     /// KL coefficient of the step.
@@ -151,6 +153,7 @@ impl<M: OnlineMethod> Job for Online<M> {
             samples_per_row,
             minibatch: minibatch.min(rows * samples_per_row),
             epochs,
+            critic_epochs: 0,
             microbatch_tokens_max: config.ppo.microbatch_tokens_max,
             trained: 1,
             scored: 0,
@@ -299,7 +302,7 @@ impl<M: OnlineMethod> Online<M> {
             let chosen = order.chunks(size).nth(index).unwrap_or_default();
             let samples: Vec<&Experience> = chosen.iter().map(|&i| &work.experience[i]).collect();
             let (before, kl_beta) = (work.minibatches, work.kl_beta);
-            let batch = Minibatch { step: step.number, before, kl_beta, samples: &samples };
+            let batch = Minibatch { step: step.number, epoch, before, kl_beta, samples: &samples };
             let timers = &mut step.timers;
             let mut found = step.phases.time(Phase::Train, || {
                 let found = timers.train(|| method.update(run, sampling, &batch));
