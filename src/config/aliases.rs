@@ -124,9 +124,12 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.aggregation", "loss_agg_mode loss_type token_level_loss"),
     ("ppo.correction", "enable_vllm_is_correction tis rollout_is importance_sampling_correction"),
     ("ppo.overlong_penalty", "overlong_penalty_factor"),
+    ("ppo.mask_truncated", "mask_truncated_completions overlong_filtering"),
     ("ppo.overlong_buffer_tokens", "overlong_buffer_len overlong_buffer"),
     ("ppo.ptx_coef", "ptx_coef ptx_loss_coef"),
     ("ppo.critic_warmup_steps", "critic_warmup freezing_actor_steps value_pretrain_steps"),
+    ("ppo.critic_epochs", "critic_steps_per_actor critic_updates"),
+    ("ppo.lambda_alpha", "length_adaptive_lambda"),
     ("ppo.epochs", "num_ppo_epochs ppo_epochs max_epochs num_iterations"),
     (
         "ppo.minibatch_samples",
@@ -197,7 +200,7 @@ const ANSWERS: &[(&str, &str)] = &[
     ),
     ("run the same command again to resume", "load_checkpoint resume_from_checkpoint"),
     ("`ppo.truncated_score_coef` is similar: cut responses get a share of their score", "missing_eos_penalty"),
-    ("this is not in this release", "mask_truncated_completions sync_ref_model"),
+    ("this is not in this release", "sync_ref_model"),
     ("attention is always fused", "flash_attn attn_implementation use_flash_attention"),
     (
         "the process that trains samples, too: there is no inference server to set",

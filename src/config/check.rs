@@ -71,6 +71,12 @@ impl Config {
             )
             .hint("set mesh.async_updates_max = 0; the rollout can still have ranks of its own"));
         }
+        if ahead && self.rollout.response_tokens_grow_at > 0.0 {
+            return Err(Error::usage(
+                "mesh.async_updates_max does not support rollout.response_tokens_grow_at, which waits for the last step",
+            )
+            .hint("remove rollout.response_tokens_grow_at; rollout.response_tokens_schedule alone works"));
+        }
         if self.mesh.async_updates_max > 1 && !self.reward.environment.is_empty() {
             let k = self.mesh.async_updates_max;
             return Err(Error::usage(format!(

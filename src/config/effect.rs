@@ -20,10 +20,12 @@ const NEEDS: &[Need<Config>] = &[
     ),
     ("rollout reward", "a job that samples: ppo, eval or on-policy distill", Config::samples),
     (
-        "rollout.prompts_per_step rollout.samples_per_prompt rollout.dynamic_sampling metrics.rollouts_every_steps \
+        "rollout.prompts_per_step rollout.samples_per_prompt rollout.response_tokens_schedule rollout.dynamic_sampling metrics.rollouts_every_steps \
          metrics.samples_every_steps metrics.samples_count",
         "a job that trains on samples: ppo or on-policy distill", trains_on_samples,
     ),
+    ("rollout.response_tokens_grow_at", "job.kind = \"ppo\" and rollout.response_tokens_schedule",
+        |c| c.kind() == "ppo" && !c.rollout.response_tokens_schedule.is_empty()),
     ("model.reference model.reference_adapter", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
         |c| c.uses().reference),
     ("lora model.freeze model.critic_freeze", "a job that trains", trains),
@@ -89,6 +91,7 @@ const NEEDS: &[Need<Config>] = &[
         "a job that samples: ppo, eval or on-policy distill", Config::samples),
     ("eval.pass_at", "eval.temperature above 0", |c| c.eval.draws() || !trains(c)),
     ("eval.patience", "checkpoint.best_metric", |c| !c.checkpoint.best_metric.is_empty()),
+    ("checkpoint.restore", "checkpoint.from", |c| !c.checkpoint.from.as_os_str().is_empty()),
     ("checkpoint.best_mode", "checkpoint.best_metric", |c| !c.checkpoint.best_metric.is_empty()),
     ("checkpoint.export_best", "job.export = true", |c| c.job.export),
     ("metrics.rollouts_keep_last", "recorded rollouts or evaluations",
@@ -266,14 +269,14 @@ mod tests {
         ("reward", "rule python http models judge environment"),
         ("reward.rule", "kind name weight right wrong"),
         ("reward.python", "file function name weight interpreter label_argument batch pass_env gpu memory_max_gib"),
-        ("reward.http", "url header_env name weight batch"),
+        ("reward.http", "url header_env name weight batch logprobs"),
         ("reward.models", "dir name weight normalize"),
         ("reward.judge", "dir prompt chat_template pattern tokens_max name weight"),
         ("reward.environment", "python http header_env turns_max name weight"),
         ("gradient", "order recompute"),
         ("optim.actor", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
         ("optim.critic", "lr betas eps weight_decay decay_vectors clip_norm schedule warmup_ratio ema_beta"),
-        ("checkpoint", "every_steps keep_last best_metric max_hours changed_inputs"),
+        ("checkpoint", "every_steps keep_last best_metric max_hours changed_inputs from"),
         ("metrics", "tensorboard report"),
     ];
 

@@ -29,6 +29,7 @@ impl Config {
         absolute(&mut self.model.critic);
         absolute(&mut self.model.adapter);
         absolute(&mut self.model.reference_adapter);
+        absolute(&mut self.checkpoint.from);
         self.model.teachers.iter_mut().for_each(absolute);
         self.reward.models.iter_mut().for_each(|model| absolute(&mut model.dir));
         self.reward.judge.iter_mut().for_each(|judge| absolute(&mut judge.dir));

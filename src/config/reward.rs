@@ -177,6 +177,7 @@ table! {
         pub name: String = String::new(),
         pub weight: f32 = 1.0,
         pub batch: usize = 1 => 0.0..=limits::SAMPLES,
+        pub logprobs: bool = false,
     }
 }
 

@@ -11,6 +11,8 @@ table! {
         pub prompts_per_step: usize = 1024 => 1.0..=SAMPLES,
         pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
         pub response_tokens_max: usize = 1024 => 1.0..=TOKENS,
+        pub response_tokens_schedule: Vec<[u64; 2]> = Vec::new(),
+        pub response_tokens_grow_at: f32 = 0.0 => 0.0..=1.0,
         pub response_tokens_min: usize = 0 => 0.0..=TOKENS,
         pub temperature: f32 = 1.0 => 0.0..=FINITE,
         pub top_k: usize = 0 => 0.0..=COUNT,
@@ -91,9 +93,43 @@ impl RolloutConfig {
         Err(Error::usage(format!("rollout.keep_sampling_mask is true, but {why}")).hint(hint))
     }
 
+    /// The entry of the schedule that applies in `step`, from 1, unless the first `skipped` ones include it.
+    fn entry_at(&self, step: u64, skipped: usize) -> Option<(usize, usize)> {
+        let mut rest = self.response_tokens_schedule.iter().enumerate().skip(skipped);
+        rest.find(|(_, [last, _])| step <= *last).map(|(i, [_, tokens])| (i, *tokens as usize))
+    }
+
+    /// The length of the longest response in `step`, from 1, if the schedule sets it. Its first `skipped` entries do not
+    /// count.
+    pub fn scheduled_tokens(&self, step: u64, skipped: usize) -> Option<usize> {
+        self.entry_at(step, skipped).map(|(_, tokens)| tokens)
+    }
+
+    /// The entries of the schedule to skip after `step`, in which a share `truncated` of the responses was cut by length.
+    pub fn skipped_after(&self, step: u64, skipped: usize, truncated: f64) -> usize {
+        let grows = self.response_tokens_grow_at > 0.0 && truncated > f64::from(self.response_tokens_grow_at);
+        self.entry_at(step, skipped).filter(|_| grows).map_or(skipped, |(i, _)| i + 1)
+    }
+
+    fn check_schedule(&self) -> Result<()> {
+        let (all, key) = (&self.response_tokens_schedule, "rollout.response_tokens_schedule");
+        let steps_ascend = all.is_sorted_by(|[a, _], [b, _]| a < b) && all.first().is_none_or(|[first, _]| *first > 0);
+        Error::need(steps_ascend, format!("{key} must have ascending last steps from 1 on (got {all:?})"))?;
+        let (min, max) = (self.response_tokens_min.max(1) as u64, self.response_tokens_max as u64);
+        if let Some(entry) = all.iter().find(|[_, tokens]| !(min..=max).contains(tokens)) {
+            let rule = format!("{key} must have lengths between {min} and rollout.response_tokens_max = {max}");
+            return Err(Error::usage(format!("{rule} (got {entry:?})")));
+        }
+        Error::need(
+            self.response_tokens_grow_at <= 0.0 || all.is_sorted_by(|[_, a], [_, b]| a < b),
+            format!("{key} must have ascending lengths with rollout.response_tokens_grow_at (got {all:?})"),
+        )
+    }
+
     /// Rejects values outside their range.
     pub fn check(&self) -> Result<()> {
         limits::check("rollout", self)?;
+        self.check_schedule()?;
         self.check_mask()?;
         self.dynamic_sampling.check(self.samples_per_prompt)?;
         let t = self.temperature;

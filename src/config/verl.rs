@@ -171,7 +171,7 @@ const KEYS: &[Keys] = &[
             ("ppo_micro_batch_size", "ppo.microbatch_tokens_max"),
             ("ppo_micro_batch_size_per_gpu", "ppo.microbatch_tokens_max"),
             ("ppo_max_token_len_per_gpu", "ppo.microbatch_tokens_max"),
-            ("ppo_epochs", "ppo.epochs"),
+            ("ppo_epochs", "ppo.critic_epochs"),
             ("data_loader_seed", "job.seed"),
             ("ulysses_sequence_parallel_size", "mesh.sequence"),
         ],

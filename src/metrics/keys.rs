@@ -81,7 +81,7 @@ table! {
          softmax(logits / rollout.temperature) over the whole vocabulary, before top_k, top_p, min_p and penalties, or over the \
          tokens that rollout.keep_sampling_mask keeps.";
     CLIP_RATIO = "clip_ratio", "policy", Ratio,
-        "Share of response tokens whose clipped policy term was the smaller one.";
+        "Share of response tokens whose clipped policy term was the smaller one, or that the loss leaves out (masked, sequence_trust).";
     VALUE_CLIP_RATIO = "value_clip_ratio", "policy", Ratio,
         "Share of response tokens whose clipped value term was the larger one.";
     POLICY_KL = "policy_kl", "policy", Nats,
@@ -141,6 +141,8 @@ table! {
     ROLLOUT_ROUNDS = "rollout_rounds", "rollout", Count,
         "The number of rounds of prompts that this step sampled, from 1.";
     RESPONSE_TOKENS_MEAN = "response_tokens_mean", "rollout", Tokens, "Mean length of a response.";
+    RESPONSE_TOKENS_LIMIT = "response_tokens_limit", "rollout", Tokens,
+        "Length of the longest response in this step, if rollout.response_tokens_schedule is set.";
     RESPONSE_TRUNCATED_RATIO = "response_truncated_ratio", "rollout", Ratio,
         "Share of responses that were cut by length.";
     TOKENS = "tokens", "rollout", Tokens, "Prompt and response tokens that this step learned from.";

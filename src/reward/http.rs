@@ -36,6 +36,8 @@ pub struct HttpWorker {
     timeout: Duration,
     pub(super) rows: Option<Lookup>,
     columns: Vec<String>,
+    /// Whether requests have the log-probabilities of tokens.
+    pub(super) logprobs: bool,
 }
 
 type Header = (HeaderName, HeaderValue);
@@ -77,6 +79,7 @@ pub fn workers(
         timeout,
         rows: context.rows.clone(),
         columns: context.columns.clone(),
+        logprobs: false,
     };
     Ok((0..config.workers * urls.len()).map(worker).collect())
 }
@@ -134,7 +137,7 @@ impl Worker for HttpWorker {
     fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> Answer<RewardOutput> {
         let rows = rows_of(self.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let count = asked.len();
-        self.exchange(&body(asked, &rows, &self.columns), count, |bytes| outputs(bytes, count))
+        self.exchange(&body(asked, &rows, &self.columns, self.logprobs), count, |bytes| outputs(bytes, count))
     }
 }
 
@@ -195,12 +198,15 @@ impl HttpWorker {
 }
 
 /// The request body. A field that a row lacks is null.
-fn body(asked: &[Arc<Asked>], rows: &[RowFields], columns: &[String]) -> Vec<u8> {
+fn body(asked: &[Arc<Asked>], rows: &[RowFields], columns: &[String], logprobs: bool) -> Vec<u8> {
     let list = |of: &dyn Fn(&Asked) -> String| Value::from(asked.iter().map(|one| of(one)).collect::<Vec<_>>());
     let mut body = Map::new();
     body.insert("query".into(), list(&|one| format!("{}{}", one.prompt.text, one.response.text)));
     body.insert("prompts".into(), list(&|one| one.prompt.text.clone()));
     body.insert("labels".into(), list(&|one| one.prompt.label.clone()));
+    if logprobs {
+        body.insert("logprobs".into(), asked.iter().map(|one| Value::from(one.response.logprobs.clone())).collect());
+    }
     let names = columns.iter().chain(rows.iter().flat_map(|row| row.columns.keys()));
     for name in names.filter(|name| !OWN.contains(&name.as_str())) {
         if !body.contains_key(name) {

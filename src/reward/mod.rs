@@ -75,7 +75,10 @@ impl Reward {
             parts.push(Part { name, weight: python.weight, source });
         }
         for http in &config.http {
-            let workers = http::workers(config, "reward.http", &http.url, &http.header_env, context)?;
+            let mut workers = http::workers(config, "reward.http", &http.url, &http.header_env, context)?;
+            for worker in &mut workers {
+                worker.logprobs = http.logprobs;
+            }
             let name = if http.name.is_empty() { "http".to_string() } else { http.name.clone() };
             let source = Source::Pool(Box::new(Pool::new(config, format!("reward {name}"), http.batch, workers)?));
             parts.push(Part { name, weight: http.weight, source });

@@ -21,7 +21,7 @@ const OF_THE_STATE: &[&str] = &[
 /// Keys of `[data]` that training does not read.
 const NOT_OF_THE_STATE: &[&str] = &["data.eval_split"];
 /// Keys that set the run directory and how the run resumes.
-const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs"];
+const NOT_OF_THE_RUN: &[&str] = &["job.dir", "checkpoint.changed_inputs", "checkpoint.from", "checkpoint.restore"];
 /// Keys that must not change until an unfinished step is done.
 const OF_A_STEP: &[&str] =
     &["rollout.", "ppo.epochs", "ppo.critic_epochs", "ppo.minibatch_samples", "distill.minibatch_samples"];

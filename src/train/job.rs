@@ -6,6 +6,7 @@ use super::adapters::Adapters;
 use super::export;
 use super::inputs::{self, Hashed};
 use super::models::{self, JobModel, ModelSpec};
+use super::origin::Origin;
 use super::state::{self, State};
 use super::step_metrics;
 use super::timers::Timers;
@@ -317,7 +318,9 @@ impl<J: Job> Opened<J> {
             state.eval_due |= config.eval.every_steps > 0 && state.step >= steps && is_unevaluated;
             run.ranks.all.agree(source.restore(&state.cursor, &state.ledger))?;
         }
-        let values = if resumed.is_some() { WeightsFrom::Checkpoint } else { WeightsFrom::ModelDir };
+        let begins = resumed.is_none();
+        let origin = if begins { Origin::find(run, &arch, &learned, &mut state, &mut source)? } else { None };
+        let values = if begins { WeightsFrom::ModelDir } else { WeightsFrom::Checkpoint };
         run.resident_at_start = memory::resident_bytes();
         let names: Vec<&str> = models.iter().map(|model| model.spec.role.name()).collect();
         run.recorder.say(&format!("loading the models: {}", names.join(", ")));
@@ -333,6 +336,7 @@ impl<J: Job> Opened<J> {
             let restored = job.restore(state.method.clone(), resumed.work.as_deref());
             run.ranks.all.agree(restored)?;
         }
+        origin.iter().try_for_each(|origin| origin.fill(run, &mut job))?;
         begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
         let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
         run.banner(to_make, at, about_models(&run.config, &models), needs);

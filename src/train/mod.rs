@@ -9,6 +9,7 @@ mod inputs;
 pub mod job;
 pub mod methods;
 pub mod models;
+mod origin;
 mod placement;
 mod planned;
 pub mod sampling;

@@ -201,14 +201,29 @@ impl Resumed {
 }
 
 fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {
-    let malformed = |what: &str| Error::data(format!("checkpoint {}: {what}", from.dir.display()));
-    let json = &from.manifest.state;
-    let state: State =
-        serde_json::from_value(json["run"].clone()).map_err(|e| malformed(&format!("its state is malformed: {e}")))?;
+    let (state, json) = (read(from)?, &from.manifest.state);
     if json["roles"] != serde_json::json!(learned) || state.updates.len() != learned.len() {
-        return Err(malformed(&format!("it holds {}, but this job trains {learned:?}", json["roles"]))
+        return Err(unusable(from, &format!("it holds {}, but this job trains {learned:?}", json["roles"]))
             .hint("set another job.dir, or use the configuration that the run was saved with"));
     }
+    check_model(from, first)
+        .map_err(|e| e.hint("set another job.dir, or set model.actor to the model that the run was started with"))?;
+    let work = if state.has_work { Some(from.file("work.bin")?.to_vec()) } else { None };
+    Ok((state, work))
+}
+
+fn unusable(from: &Checkpoint, why: &str) -> Error {
+    Error::data(format!("checkpoint {}: {why}", from.dir.display()))
+}
+
+/// The small part of a checkpoint.
+pub fn read(from: &Checkpoint) -> Result<State> {
+    let state = from.manifest.state["run"].clone();
+    serde_json::from_value(state).map_err(|e| unusable(from, &format!("its state is malformed: {e}")))
+}
+
+/// Rejects a checkpoint whose first model does not compute as `first` does.
+pub fn check_model(from: &Checkpoint, first: &Arch) -> Result<()> {
     let saved = Arch::load(&from.dir)?.for_rows(first.context);
     if !saved.computes_as(first) {
         let (was, is) = (saved.shape(), first.shape());
@@ -217,10 +232,7 @@ fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State,
         } else {
             format!("it was saved from {was}, but model.actor is {is}")
         };
-        return Err(
-            malformed(&what).hint("set another job.dir, or set model.actor to the model that the run was started with")
-        );
+        return Err(unusable(from, &what));
     }
-    let work = if state.has_work { Some(from.file("work.bin")?.to_vec()) } else { None };
-    Ok((state, work))
+    Ok(())
 }

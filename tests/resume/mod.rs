@@ -22,6 +22,7 @@ mod outside;
 mod placement;
 mod records;
 mod rewards;
+mod starts;
 mod variants;
 mod warned;
 mod windows;

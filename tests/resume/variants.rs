@@ -143,7 +143,7 @@ fn the_actor_keeps_its_weights_to_the_bit_while_the_critic_warms_up() {
 }
 
 /// A flat vector of a checkpoint.
-fn vector(job: &Job, step: u64, name: &str) -> Vec<f32> {
+pub fn vector(job: &Job, step: u64, name: &str) -> Vec<f32> {
     let checkpoint = Checkpoint::open(&job.checkpoints().join(format!("step-{step}"))).expect("it was committed");
     let mut values = vec![0.0; checkpoint.vector_len(name).unwrap_or_else(|| panic!("{name} was saved"))];
     let len = values.len();

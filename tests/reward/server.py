@@ -55,6 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         logs = {"level": rewards, "nothing": [None] * len(rewards), "one": 1}
         self.answer(200, {"rewards": [[x] for x in rewards], "scores": rewards, "extra_logs": logs})
 
+    def do_logprobs(self, request, rewards):
+        self.answer(200, {"rewards": [sum(one) for one in request.get("logprobs", [])]})
+
     def do_echo(self, request, rewards):
         self.answer(400, {"keys": sorted(request), "level": request.get("level")})
 

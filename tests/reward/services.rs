@@ -178,6 +178,17 @@ fn a_response_is_scored_while_others_are_unfinished_and_a_batch_when_it_is_compl
 }
 
 #[test]
+fn a_service_gets_log_probabilities_if_its_table_sets_it() {
+    let server = Server::start();
+    let table = |more: &str| format!("{{ url = \"{}\"{more} }}", server.url("logprobs"));
+    let known = Response { logprobs: vec![-0.5, -0.25], ..response("ab", 2) };
+    let prompt = prompt(0, "1+1=", "2");
+    let scored = at(&table(", logprobs = true"), "").score(&[&prompt], &[&known]).unwrap();
+    assert_eq!(scores(&scored), [-0.75]);
+    says(&at(&table(""), "").score(&[&prompt], &[&known]).unwrap_err(), &["one number per response (got 0 for 1)"]);
+}
+
+#[test]
 fn workers_share_the_work() {
     // Each call ends when both processes have one.
     let job = Job::new(

@@ -348,6 +348,14 @@ impl MethodConfig for PpoConfig {
         rollout.check()?;
         self.check_keys()?;
         optim.critic.check("optim.critic")?;
+        let (buffer, shortest) =
+            (self.overlong_buffer_tokens, rollout.response_tokens_schedule.iter().map(|[_, n]| *n).min());
+        Error::need(
+            shortest.is_none_or(|shortest| shortest >= buffer as u64),
+            format!(
+                "ppo.overlong_buffer_tokens = {buffer} must be at most each length of rollout.response_tokens_schedule"
+            ),
+        )?;
         let (prompts, samples) = (rollout.prompts_per_step, rollout.samples_per_prompt);
         let (all, most) = (prompts * samples, limits::SAMPLES_MAX);
         Error::need(

@@ -48,7 +48,7 @@ impl OnlineMethod for OnPolicy {
         Self(Distill::with_teachers(config, teachers))
     }
 
-    fn prepare(&mut self, run: &Run, _: &Sampling, samples: &mut [Experience]) -> Result<(Metrics, f32)> {
+    fn prepare(&mut self, run: &Run, _: &Sampling, _: u64, samples: &mut [Experience]) -> Result<(Metrics, f32)> {
         let score = samples.iter().map(|sample| f64::from(sample.score)).sum::<f64>() / samples.len() as f64;
         Ok((named(run.config.reward.is_set().then_some((keys::SCORE_MEAN, score))), 0.0))
     }

@@ -7,10 +7,10 @@ use super::update_metrics::REPORTED;
 use crate::advantage::{self, AdvantageState};
 use crate::config::Config;
 use crate::config::mesh::RoleName;
-use crate::config::method::ppo::KlIn;
+use crate::config::method::ppo::{KlIn, PpoConfig};
 use crate::data::{Rows, SftRow};
 use crate::error::{Error, Result};
-use crate::experience::Experience;
+use crate::experience::{Experience, Finish};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::Role;
@@ -23,10 +23,24 @@ use crate::train::sampling::Sampling;
 use crate::train::sampling::online::{Minibatch, Online, OnlineMethod};
 use crate::train::sampling::sample_metrics::advantage_values;
 use crate::train::warnings::Warning;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The state of the estimator: the adaptive KL coefficient, and the moments of the rewards.
-pub struct Ppo(AdvantageState);
+/// The state of PPO from step to step; part of the checkpoint.
+#[derive(Serialize, Deserialize)]
+pub struct Ppo {
+    /// The adaptive KL coefficient, and the moments of the rewards.
+    #[serde(flatten)]
+    advantages: AdvantageState,
+    /// The entries of `rollout.response_tokens_schedule` that ended before their steps.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    lengths_skipped: usize,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(count: &usize) -> bool {
+    *count == 0
+}
 
 impl OnlineMethod for Ppo {
     fn models(config: &Config) -> Vec<ModelSpec> {
@@ -63,23 +77,40 @@ impl OnlineMethod for Ppo {
     }
 
     fn new(config: &Config, _teachers: Vec<Role>) -> Self {
-        Self(AdvantageState::new(&config.ppo))
+        Self { advantages: AdvantageState::new(&config.ppo), lengths_skipped: 0 }
     }
 
     fn state(&self) -> Value {
-        serde_json::to_value(&self.0).expect("numbers are JSON")
+        serde_json::to_value(self).expect("numbers are JSON")
     }
 
     fn restore(&mut self, state: Value) -> Result<()> {
-        self.0 = serde_json::from_value(state)
+        *self = serde_json::from_value(state)
             .map_err(|e| Error::data(format!("the checkpoint's state is malformed: {e}")))?;
         Ok(())
     }
 
+    fn lengths_skipped(&self) -> usize {
+        self.lengths_skipped
+    }
+
     /// Computes advantages and returns from scores, KL and values.
-    fn prepare(&mut self, run: &Run, sampling: &Sampling, samples: &mut [Experience]) -> Result<(Metrics, f32)> {
-        let (kl_beta, weights) = (self.0.kl.beta, sampling.collector.reward.weights());
-        let stats = advantage::compute_step(&run.config.ppo, weights, &mut self.0, samples)?;
+    fn prepare(
+        &mut self,
+        run: &Run,
+        sampling: &Sampling,
+        step: u64,
+        samples: &mut [Experience],
+    ) -> Result<(Metrics, f32)> {
+        let Config { ppo, rollout, .. } = &run.config;
+        let (kl_beta, weights) = (self.advantages.kl.beta, sampling.collector.reward.weights());
+        // The length penalty ends at the limit of this step.
+        let limit = rollout.scheduled_tokens(step, self.lengths_skipped).unwrap_or(usize::MAX);
+        let ppo = PpoConfig { overlong_tokens_max: ppo.overlong_tokens_max.min(limit), ..ppo.clone() };
+        let stats = advantage::compute_step(&ppo, weights, &mut self.advantages, samples)?;
+        let cut = samples.iter().filter(|sample| sample.response.finish == Finish::Length).count();
+        self.lengths_skipped =
+            rollout.skipped_after(step, self.lengths_skipped, cut as f64 / samples.len().max(1) as f64);
         Ok((advantage_values(&stats, samples, kl_beta), kl_beta))
     }
 

@@ -71,8 +71,13 @@ pub trait OnlineMethod: Sized {
         Ok(())
     }
 
+    /// The entries of `rollout.response_tokens_schedule` that no longer apply.
+    fn lengths_skipped(&self) -> usize {
+        0
+    }
+
     /// Completes the scored samples of a step. Returns metrics, and the KL coefficient of the step.
-    fn prepare(&mut self, _: &Run, _: &Sampling, _samples: &mut [Experience]) -> Result<(Metrics, f32)> {
+    fn prepare(&mut self, _: &Run, _: &Sampling, _step: u64, _: &mut [Experience]) -> Result<(Metrics, f32)> {
         Ok((Metrics::new(), 0.0))
     }
 
@@ -95,7 +100,7 @@ pub trait OnlineMethod: Sized {
 /// Samples of one optimizer step.
 pub struct Minibatch<'a> {
     pub step: u64,
-    /// The pass over the samples, from 0.
+    /// The epoch of the step, from 0.
     pub epoch: usize,
     /// The minibatches of the step before this one, over all epochs.
     pub before: usize,
@@ -261,12 +266,18 @@ impl<M: OnlineMethod> Online<M> {
             }
             _ => Vec::new(),
         };
+        sampling.collector.lengths_skipped = method.lengths_skipped();
         let Rounds { samples: mut experience, dropped, response_tokens, values: measured, .. } =
             sampling.collect(run, step, &finished)?;
-        let (mut values, kl_beta) = method.prepare(run, sampling, &mut experience)?;
+        let (mut values, kl_beta) = method.prepare(run, sampling, step.number, &mut experience)?;
         let shown = run.recorder.samples(step.number, &experience);
         run.ranks.together.agree(shown)?;
         values.extend(sampled_values(&experience));
+        let (rollout, skipped) = (&run.config.rollout, sampling.collector.lengths_skipped);
+        if !rollout.response_tokens_schedule.is_empty() {
+            let limit = rollout.scheduled_tokens(step.number, skipped).unwrap_or(rollout.response_tokens_max);
+            values.extend(named([(keys::RESPONSE_TOKENS_LIMIT, limit as f64)]));
+        }
         values.extend(measured);
         let sent = Some(sampling.weight_sync.bytes as f64).filter(|bytes| *bytes > 0.0);
         values.extend(named(sent.map(|bytes| (keys::RESHARD_BYTES, bytes))));

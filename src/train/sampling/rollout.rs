@@ -52,6 +52,8 @@ pub struct Collector {
     stop: Arc<Stop>,
     /// The maximum length of the actor's rows, in tokens.
     context: usize,
+    /// The entries of `rollout.response_tokens_schedule` that no longer apply.
+    pub lengths_skipped: usize,
     /// In a plan, the responses of all ranks.
     pub planned: Option<PlannedResponses>,
     /// Whether the run has logged the reason why graphs are not captured.
@@ -162,6 +164,7 @@ impl Collector {
             reward_models,
             stop,
             context: arch.context,
+            lengths_skipped: 0,
             planned: PlannedResponses::new(&config.rollout, arch),
             graphs_logged: false,
         })
@@ -283,7 +286,8 @@ impl Collector {
             request.prompt += own.start;
             request.prompt_id = ids[request.prompt];
             let slice = slices.iter().find(|slice| slice.prompts.contains(&request.prompt)).expect("a slice has it");
-            let longest = request.new_tokens_max;
+            let limit = configs[0].scheduled_tokens(u64::from(slice.step), self.lengths_skipped);
+            let longest = request.new_tokens_max.min(limit.unwrap_or(usize::MAX));
             (request.step, request.new_tokens_max) = (Some(slice.step), longest.min(slice.tokens_max));
             let Some(partial) = known.get(&(request.prompt, request.sample)) else { return true };
             let drawn = partial.tokens.len();
