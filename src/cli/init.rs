@@ -67,13 +67,22 @@ pub fn run(args: &Args) -> Result<()> {
             .hint("raise vocab_size in the config, or train a smaller tokenizer"));
         }
     }
-    let table = Arc::new(ParamTable::new(&arch, arch.head));
     let dtype = dtype(&arch.source, &from)?;
-    let mut export = Export::begin(&args.out, &arch, &table, dtype, args.tokenizer.as_deref())?;
-    (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, dtype, args.seed)))?;
-    export.commit()?;
-    note!("{}: {} parameters in {}", args.out.display(), table.parameters(), dtype.name());
+    let parameters = write(&arch, dtype, args.seed, args.tokenizer.as_deref(), &args.out)?;
+    note!("{}: {parameters} parameters in {}", args.out.display(), dtype.name());
     Ok(())
+}
+
+/// Writes a model with random weights and the files of a tokenizer. Returns the number of its parameters.
+///
+/// # Errors
+/// `Io`; the errors of `Export::begin`.
+pub fn write(arch: &Arch, dtype: DType, seed: u64, tokenizer: Option<&Path>, out: &Path) -> Result<usize> {
+    let table = Arc::new(ParamTable::new(arch, arch.head));
+    let mut export = Export::begin(out, arch, &table, dtype, tokenizer)?;
+    (0..table.units().len()).try_for_each(|u| export.unit(&init::unit(&table, u, dtype, seed)))?;
+    export.commit()?;
+    Ok(table.parameters())
 }
 
 fn read(path: &Path) -> Result<Map<String, Value>> {

@@ -27,6 +27,7 @@ pub mod shard;
 mod talk;
 mod texts;
 pub mod tokenizer;
+pub mod verify;
 
 use crate::comm::abort;
 use crate::config;
@@ -64,15 +65,13 @@ enum Verb {
     Schema(schema::Args),
     Info(info::Args),
     Bench(bench::Args),
+    Verify(verify::Args),
 }
 
 /// Names of all verbs.
 pub fn verbs() -> Vec<&'static str> {
     Verb::COMMANDS.iter().map(|verb| verb.name).collect()
 }
-
-/// Verbs of a later release; the error names them.
-const VERBS_TO_COME: [&str; 1] = ["verify"];
 
 /// Runs one command line (without the program's name) and returns the exit code.
 pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
@@ -121,10 +120,6 @@ fn parse(arguments: Vec<String>) -> Result<Parsed> {
     let arguments = normalise(arguments);
     if arguments.first().is_some_and(|a| a == "--version" || a == "-V") {
         return Ok(Parsed::Text(format!("rlhf-hpc {}", env!("CARGO_PKG_VERSION"))));
-    }
-    if let Some(verb) = arguments.first().filter(|a| VERBS_TO_COME.contains(&a.as_str())) {
-        return Err(Error::usage(format!("the verb `{verb}` is not in this release"))
-            .hint(format!("use one of {}", verbs().join(", "))));
     }
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words[..] {
@@ -200,7 +195,7 @@ fn normalise(arguments: Vec<String>) -> Vec<String> {
     match arguments.first() {
         None => out.push("--help".to_string()),
         Some(first) if ["--version", "-V", "--help", "-h", "help"].contains(&first.as_str()) => {}
-        Some(first) if verbs().contains(&first.as_str()) || VERBS_TO_COME.contains(&first.as_str()) => {}
+        Some(first) if verbs().contains(&first.as_str()) => {}
         Some(_) => out.push("run".to_string()),
     }
     // Words after -- are those of another program.
@@ -231,6 +226,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Chat(args) => chat::run(&args),
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
+        Verb::Verify(args) => verify::run(&args),
         // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),

@@ -116,7 +116,7 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
 }
 
 /// Sets the threads from the configuration, or from the affinity mask. Returns a warning if the mask is too narrow.
-fn set_threads(config: &Config, world: &World) -> Option<String> {
+pub(super) fn set_threads(config: &Config, world: &World) -> Option<String> {
     let plan = world.threads();
     let threads = if config.job.threads > 0 { config.job.threads } else { plan.threads };
     pool::set_threads(threads);

@@ -148,6 +148,12 @@ impl Group {
         format!("{} ({}{more})", list_ranks(&ranks), hosts.join(", "))
     }
 
+    /// A member with its host: `rank 4 (node1)`.
+    pub fn describe_member(&self, rank: usize) -> String {
+        let Member { world_rank, host } = self.member(rank);
+        format!("rank {world_rank} ({host})")
+    }
+
     pub fn axis(&self) -> &'static str {
         self.0.axis
     }

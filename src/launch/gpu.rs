@@ -188,8 +188,8 @@ fn suits(config: &Config) -> Result<()> {
 }
 
 /// The axes whose collectives of GPU values have a backend. A rollout that shards matrices as training does uses
-/// training's groups, so it has none of its own.
-fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 6] {
+/// training's groups, so it has none of its own: `alone` is a group of one.
+pub fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 6] {
     let Ranks { axes, rollout_axes, .. } = ranks;
     let apart = if rollout_axes.tensor.size() == axes.tensor.size() { alone } else { &rollout_axes.tensor };
     let zero = if axes.sequence.size() > 1 { "data x sequence" } else { "data" };

@@ -124,6 +124,11 @@ impl Checkpoint {
         self.naming
     }
 
+    /// A text that the header of a file has under `key`.
+    pub(super) fn metadata(&self, key: &str) -> Option<&str> {
+        self.shards.iter().find_map(|shard| Some(shard.metadata.metadata().as_ref()?.get(key)?.as_str()))
+    }
+
     /// Releases the memory of the bytes read so far.
     pub(super) fn release(&self) {
         self.shards.iter().for_each(|shard| shard.map.release());

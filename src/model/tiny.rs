@@ -195,10 +195,15 @@ fn ropes(family: &Family) -> Value {
 
 /// The config.json of a tiny model that has the kinds of layers, scales and rope of `arch`, without special tokens.
 pub fn scaled(arch: &Arch, vocabulary: usize) -> Map<String, Value> {
+    scaled_over(arch, vocabulary, 1)
+}
+
+/// The same with at least one head for each of `tensor` ranks that share its matrices.
+pub fn scaled_over(arch: &Arch, vocabulary: usize, tensor: usize) -> Map<String, Value> {
     let layers = arch.blocks.len().min(layers(arch.family));
     let mut config = arch.source.clone();
     let attention = arch.attention();
-    let (head_dim, heads) = (HEAD_DIM.min(attention.head_dim), HEADS.min(attention.heads));
+    let (head_dim, heads) = (HEAD_DIM.min(attention.head_dim), HEADS.max(tensor).min(attention.heads));
     let (context, is_latent) = (arch.positions.min(CONTEXT), attention.latent.is_some());
     for (key, size) in [
         ("vocab_size", vocabulary),

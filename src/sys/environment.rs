@@ -61,6 +61,14 @@ pub fn launched_rank() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"])
 }
 
+/// The names of the variables by which a launcher marks its ranks. A child process without them is alone.
+pub fn of_launcher() -> Vec<String> {
+    const PREFIXES: [&str; 5] = ["OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL"];
+    const NAMES: [&str; 3] = ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    names.filter(|name| PREFIXES.iter().any(|prefix| name.starts_with(prefix)) || NAMES.contains(&&**name)).collect()
+}
+
 /// The number of ranks on this host.
 pub fn local_ranks() -> Option<usize> {
     first(&real, &["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])

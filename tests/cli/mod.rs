@@ -22,3 +22,4 @@ mod summary;
 mod templates;
 mod terminal;
 mod verbs;
+mod verify;

@@ -22,6 +22,7 @@ mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
+mod verify;
 #[path = "../weights.rs"]
 mod weights;
 mod zero;
@@ -55,6 +56,7 @@ fn tests() -> Vec<&'static Test> {
         reshard::TESTS,
         combination::TESTS,
         relayout::TESTS,
+        verify::TESTS,
     ];
     all.into_iter().flatten().collect()
 }

@@ -11,7 +11,7 @@ mod preference;
 mod reference;
 mod reward_model;
 mod rollout_warnings;
-mod sft;
+pub mod sft;
 mod step_reward;
 pub mod update;
 pub(super) mod update_metrics;

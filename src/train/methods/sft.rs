@@ -91,8 +91,8 @@ fn choose(rows: &mut [SftRow], on: LossOn) {
 
 /// Cross-entropy of rows: sum over their learned tokens of -weight l. Each row has the weight of its tokens in the loss
 /// and in the measured loss of texts.
-pub(super) struct CrossEntropy<'a> {
-    pub(super) rows: Vec<(&'a SftRow, [f32; 2])>,
+pub struct CrossEntropy<'a> {
+    pub rows: Vec<(&'a SftRow, [f32; 2])>,
 }
 
 impl Objective for CrossEntropy<'_> {
