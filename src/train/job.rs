@@ -310,7 +310,7 @@ impl<J: Job> Opened<J> {
             ..State::default()
         };
         run.ranks.all.agree(inputs::unify(&config, &mut models, &state.inputs))?;
-        let mut resumed = state::find(run, &arch, &learned, &state.inputs)?;
+        let resumed = state::find(run, &arch, &learned, &state.inputs)?;
         if let Some(resumed) = &resumed {
             state = resumed.state.clone();
             // A run whose steps were lowered to the ones that it has made ends here.
@@ -331,12 +331,12 @@ impl<J: Job> Opened<J> {
         check_resources(run, &models, to_restore, needs.rollouts)?;
         let (learners, frozen) = models::learners(run, &models, roles, (steps, &shape), values)?;
         let mut job = J::new(run, &arch, learners, frozen, source, tokenizer)?;
-        if let Some(resumed) = &mut resumed {
-            resumed.fill(run, &learned, &mut job.learners())?;
-            let restored = job.restore(state.method.clone(), resumed.work.as_deref());
-            run.ranks.all.agree(restored)?;
+        resumed.iter().try_for_each(|resumed| resumed.fill(run, &learned, &mut job.learners()))?;
+        origin.iter().try_for_each(|origin| origin.fill(run, &mut job.learners()))?;
+        if !begins || !state.method.is_null() {
+            let work = resumed.as_ref().and_then(|resumed| resumed.work.as_deref());
+            run.ranks.all.agree(job.restore(state.method.clone(), work))?;
         }
-        origin.iter().try_for_each(|origin| origin.fill(run, &mut job))?;
         begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
         let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
         run.banner(to_make, at, about_models(&run.config, &models), needs);

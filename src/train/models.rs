@@ -283,9 +283,16 @@ pub fn tune(config: &Config, all: &mut [JobModel]) -> Result<()> {
             let heads = names.filter(|name| *name == model.arch.head_name(Head::Value)).collect();
             Tuning { whole: heads, ..Tuning::default() }
         };
-        model.arch.tuning = tuning.or_else(|| (is_base || is_quantized).then(frozen)).map(Arc::new);
+        // The whole of a model that learns trains, unless its own settings say otherwise.
+        let is_frozen = (is_base || is_quantized) && !learns(model);
+        model.arch.tuning = tuning.or_else(|| is_frozen.then(frozen)).map(Arc::new);
     }
     Ok(())
+}
+
+/// Whether a model trains, or has the weights of one that trains.
+fn learns(model: &JobModel) -> bool {
+    model.spec.optim.is_some() || model.spec.role == RoleName::Rollout
 }
 
 /// What of a model trains, if not all of it does. The rollout's copy of the actor is made as the actor.
@@ -296,7 +303,7 @@ fn tuning(config: &Config, model: &JobModel) -> Result<Option<Tuning>> {
     let params = model.files().whole().shapes();
     let role = if model.spec.role == RoleName::Rollout { RoleName::Actor } else { model.spec.role };
     let (lora, table) = (&config.lora, config.lora.table_of(role));
-    let learns = model.spec.optim.is_some() || model.spec.role == RoleName::Rollout;
+    let learns = learns(model);
     let is_tuned = learns && lora.is_on(role);
     let tuned = || Tuning::lora(&lora.of_role(role), table, &params);
     if let Some(dir) = model.files().adapter {

@@ -1,7 +1,6 @@
 //! A run that starts with parts of another run's checkpoint (`checkpoint.from`, `checkpoint.restore`). Once it has a
 //! checkpoint of its own, it resumes from that one.
 
-use super::job::Job;
 use super::saved;
 use super::state::{self, State};
 use crate::checkpoint::{self, Checkpoint, ModelVectors};
@@ -23,8 +22,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Finds the checkpoint before any model is read, and sets the position in the rows if that is a part to restore.
-    /// `None` if the job names none. `first`: the architecture of the job's first model. `learned`: the names of the
+    /// Finds the checkpoint before any model is read, and sets the position in the rows and the method's state in `begun`
+    /// if these are parts to restore. `None` if the job names no checkpoint. `first`: the architecture of the job's first model. `learned`: the names of the
     /// models that learn. All ranks call this.
     ///
     /// # Errors
@@ -51,6 +50,9 @@ impl Origin {
             let hint = "use the data and the [data] keys of the checkpoint, or remove \"data\" from checkpoint.restore";
             all.agree(restored.map_err(|e| named(e).hint(hint)))?;
             (begun.cursor, begun.ledger) = (origin.state.cursor.clone(), origin.state.ledger.clone());
+        }
+        if config.restores(Part::State) {
+            begun.method = origin.state.method.clone();
         }
         let (dir, step, parts) = (origin.checkpoint.dir.display(), origin.state.step, &config.restore);
         let parts: Vec<String> = parts.iter().map(crate::config::name).collect();
@@ -82,18 +84,18 @@ impl Origin {
         self.roles.iter().any(|known| known == role)
     }
 
-    /// Restores the parts of the models and of the method. All ranks call this.
-    pub fn fill<J: Job>(&self, run: &Run, job: &mut J) -> Result<()> {
+    /// Restores the learners' weights and optimizer state, if these are parts to restore. All ranks call this.
+    pub fn fill(&self, run: &Run, learners: &mut [&mut Learner]) -> Result<()> {
         let config = &run.config.checkpoint;
-        let mut learners = job.learners();
         if config.restores(Part::Weights) {
             let with_optimizer = config.restores(Part::Optimizer);
             let filled = learners.iter_mut().try_for_each(|learner| self.restore(learner, with_optimizer));
             run.ranks.all.agree(filled.map_err(named))?;
-            learners.into_iter().for_each(Learner::all_gather);
+            for learner in learners {
+                learner.all_gather();
+            }
         }
-        let restored = if config.restores(Part::State) { job.restore(self.state.method.clone(), None) } else { Ok(()) };
-        run.ranks.all.agree(restored.map_err(named))
+        Ok(())
     }
 
     fn restore(&self, learner: &mut Learner, with_optimizer: bool) -> Result<()> {

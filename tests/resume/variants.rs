@@ -50,7 +50,7 @@ const MIXED: [(&str, &str); 8] = [
     (
         "masked",
         "ppo.loss=masked ppo.clip_low=0.3 ppo.clip_high=5.0 ppo.lambda_alpha=1.5 ppo.critic_epochs=3 ppo.mask_truncated=true \
-         rollout.samples_per_prompt=1",
+         rollout.samples_per_prompt=1 model.critic_freeze=[\"attention\"]",
     ),
     ("trust", "ppo.loss=sequence_trust ppo.advantage=flash-reinforce ppo.kl_in=none rollout.samples_per_prompt=1"),
     ("bootstrap", "ppo.truncation=bootstrap ppo.gamma=0.9 ppo.lambda=0.9"),
