@@ -79,7 +79,10 @@ fn a_checkpoint_that_does_not_fit_the_job_is_rejected_before_the_models_are_load
     let from = format!("checkpoint.from={}", first.dir.display());
     let sft = |sets: &str| Job::sft("origin-refused").with("job.steps=1").with(sets);
     sft("").set("checkpoint.from=nowhere".into()).run().assert(74, &["checkpoint.from: ", "nowhere"]);
-    sft("checkpoint.restore=[\"weights\",\"state\"]").set(from.clone()).run().assert(2, &["\"state\"", "ppo", "sft"]);
+    sft("checkpoint.restore=[\"weights\",\"state\"]")
+        .set(from.clone())
+        .run()
+        .assert(2, &["\"state\" for a sft job that starts from a ppo job"]);
     sft("checkpoint.restore=[\"weights\",\"data\"]")
         .set(from.clone())
         .run()
