@@ -6,6 +6,7 @@ use super::payload::Payload;
 use crate::comm::{Group, records};
 use crate::error::{Error, Kind, Result};
 use crate::sys::files::{check_space, create_dir_all, entries, fsync_dir, parent, write_atomic};
+use crate::sys::trace::{self, Category};
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -80,6 +81,7 @@ fn begin(root: &Path, partial: &Path, bytes: u64) -> Result<()> {
 fn write_own(partial: &Path, files: &[(String, Payload)]) -> Result<Vec<Entry>> {
     let mut entries = Vec::new();
     for (name, payload) in files {
+        let _span = trace::named(Category::Io, || format!("write {name}"), "bytes", [payload.size() as usize]);
         check_name(name)?;
         create_dir_all(parent(&partial.join(name)))?;
         entries.push(payload.write(partial, name)?);

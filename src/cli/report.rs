@@ -11,6 +11,8 @@ mod plot;
 mod samples;
 mod source;
 mod text;
+mod timeline;
+mod waits;
 
 use super::out::note;
 use crate::error::{Error, Kind, Result, format_bytes};
@@ -38,7 +40,10 @@ const RUNS_MAX: usize = 8;
 pub fn run(args: &Args) -> Result<()> {
     let first = args.runs.first().ok_or_else(|| Error::usage("report needs at least one run directory"))?;
     let out = args.out.clone().unwrap_or_else(|| beside(first));
-    let (bytes, lacks) = write(&args.runs, &out)?;
+    let Written { bytes, lacks, traced } = write(&args.runs, &out)?;
+    for line in traced {
+        note!("{line}");
+    }
     note!("report: {}, {}", out.display(), format_bytes(bytes as u64));
     let (damaged, missing): (Vec<_>, Vec<_>) = lacks.into_iter().partition(|lack| lack.kind == Kind::Data);
     warn(&missing);
@@ -59,8 +64,17 @@ pub(super) fn beside(run: &Path) -> PathBuf {
     run.join("report.html")
 }
 
-/// Writes the page about `runs` to `out`. Returns its size in bytes, and the missing parts with the reasons.
-pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<Error>)> {
+/// A written page.
+pub(super) struct Written {
+    bytes: usize,
+    /// The missing parts, with the reasons.
+    pub lacks: Vec<Error>,
+    /// A line about each traced step.
+    traced: Vec<String>,
+}
+
+/// Writes the page about `runs` to `out`.
+pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<Written> {
     if runs.len() > RUNS_MAX {
         return Err(Error::usage(format!("a page can show at most {RUNS_MAX} runs (got {})", runs.len())));
     }
@@ -68,5 +82,7 @@ pub(super) fn write(runs: &[PathBuf], out: &Path) -> Result<(usize, Vec<Error>)>
     source::name_apart(&mut sources);
     let page = page::render_page(&mut sources);
     files::write_atomic(out, page.as_bytes())?;
-    Ok((page.len(), sources.into_iter().flat_map(|source| source.lacks).collect()))
+    let traced = sources.iter().flat_map(|source| &source.traced).map(timeline::line).collect();
+    let lacks = sources.into_iter().flat_map(|source| source.lacks).collect();
+    Ok(Written { bytes: page.len(), lacks, traced })
 }

@@ -70,8 +70,8 @@ fn start(config: Config, world: World, dry_run: bool) -> Result<()> {
 fn write_report(dir: &Path) {
     let out = report::beside(dir);
     match abort::caught(|| report::write(&[dir.to_path_buf()], &out)) {
-        Ok((_, lacks)) => {
-            report::warn(&lacks);
+        Ok(written) => {
+            report::warn(&written.lacks);
             note!("  {:<REPORT_COLUMNS$} {}", "report", out.display());
         }
         Err(error) => note!(

@@ -14,6 +14,7 @@ use crate::device::cuda::gpu;
 use crate::device::cuda::work::Marks;
 use crate::device::null;
 use crate::sys::lock::lock;
+use crate::sys::trace::{self, Category};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -78,6 +79,12 @@ pub(super) fn waited(axis: &'static str, stream: &'static str, seconds: f64) {
     totals.exposed += seconds;
 }
 
+/// Books the time since `since`, as `waited`, and adds the wait to a trace.
+pub(super) fn waited_since(axis: &'static str, stream: &'static str, since: Instant) {
+    trace::since(Category::Wait, || format!("stream {stream}"), since);
+    waited(axis, stream, since.elapsed().as_secs_f64());
+}
+
 /// The collective entered last, relabeled as one of a stream over `axis`.
 pub(super) fn as_of(axis: &'static str, stream: &'static str) -> Entered {
     let (op, bytes) = last_entered().map_or(("a job", 0), |last| (last.op, last.bytes));
@@ -124,6 +131,16 @@ pub(super) struct Call {
     pub(super) entered: Entered,
     /// Whether the call returns when the collective is launched instead of done.
     launches: bool,
+    /// The group, and the number of its call, for a trace.
+    number: Option<(u32, u64)>,
+}
+
+impl Call {
+    /// The same as call `number` of a group.
+    pub(super) fn numbered(mut self, group: u32, number: u64) -> Self {
+        self.number = Some((group, number));
+        self
+    }
 }
 
 pub(super) fn begin_call(axis: &'static str, op: &'static str, bytes: usize) -> Call {
@@ -132,7 +149,7 @@ pub(super) fn begin_call(axis: &'static str, op: &'static str, bytes: usize) -> 
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
-    Call { entered, launches: false }
+    Call { entered, launches: false, number: None }
 }
 
 /// Begins the call of a collective that GPUs run asynchronously to the host.
@@ -146,6 +163,10 @@ impl Drop for Call {
     fn drop(&mut self) {
         let Entered { axis, op, bytes, since, stream, id } = self.entered;
         let seconds = if self.launches { 0.0 } else { since.elapsed().as_secs_f64() };
+        match self.number {
+            Some(number) => trace::collective(op, since, number, bytes),
+            None => trace::since(if self.launches { Category::Operation } else { Category::Wait }, || op, since),
+        }
         let mut ledger = lock(&LEDGER);
         ledger.under_way.retain(|e| e.id != id);
         let totals = ledger.totals.entry((axis, op)).or_default();

@@ -16,17 +16,25 @@ pub(super) struct Channel {
     pub(super) comm: Comm,
     /// Memory for two chunks: one is received while the other is added.
     scratch: Vec<f32>,
+    /// The number of collectives so far, the same on all ranks.
+    calls: u64,
 }
 
 impl Channel {
     pub(super) fn from_comm(comm: Comm) -> Self {
-        Self { comm, scratch: Vec::new() }
+        Self { comm, scratch: Vec::new(), calls: 0 }
+    }
+
+    /// The number of the next collective.
+    pub(super) fn next_call(&mut self) -> u64 {
+        self.calls += 1;
+        self.calls
     }
 
     /// Sends `x[give]` to one rank and adds the values from another rank to `x[keep]`, chunk by chunk. Every rank goes
     /// through its exchanges in the same order, so the peer always sends the chunk that this rank waits for.
     pub(super) fn exchange_adding(&mut self, x: &mut [f32], give: (usize, Range<usize>), keep: (usize, Range<usize>)) {
-        let Self { comm, scratch } = self;
+        let Self { comm, scratch, .. } = self;
         let ((to, give), (from, keep)) = (give, keep);
         let (mut even, mut odd) = room(scratch, 2 * CHUNK).split_at_mut(CHUNK);
         let mut outstanding = None;

@@ -6,6 +6,7 @@
 
 use super::accounting::{Call, begin_call, note};
 use super::channel::{CHUNK, Channel, disjoint};
+use super::group_id;
 use super::nccl_collectives::NcclGroup;
 use super::raw::{COUNT_MAX, Comm, Element};
 use crate::device::cpu::copy;
@@ -27,6 +28,8 @@ pub struct Group(Arc<Inner>);
 struct Inner {
     axis: &'static str,
     rank: usize,
+    /// See `group_id`. 0 for a group without peers.
+    id: u32,
     /// World rank and host of each member.
     members: Vec<Member>,
     /// The channel to the peers. `None` if this rank is alone, or in a null group, whose collectives are counted and
@@ -66,7 +69,7 @@ impl Group {
         assert!(rank < size, "rank {rank} of {size}");
         let host = crate::sys::host::name();
         let members = (0..size).map(|i| Member { world_rank: i * stride, host: host.clone() }).collect();
-        Self(Arc::new(Inner { axis, rank, members, channel: None, nccl: Arc::default() }))
+        Self(Arc::new(Inner { axis, rank, id: 0, members, channel: None, nccl: Arc::default() }))
     }
 
     /// A group with the communicator `comm`. `nccl` is set if the GPUs of these ranks are already joined.
@@ -78,7 +81,9 @@ impl Group {
     ) -> Self {
         assert_eq!(members.len(), comm.size());
         let channel = (members.len() > 1).then(|| Mutex::new(Channel::from_comm(comm)));
-        Self(Arc::new(Inner { axis, rank: comm.rank(), members, channel, nccl }))
+        let ranks: Vec<usize> = members.iter().map(|member| member.world_rank).collect();
+        let id = if channel.is_some() { group_id::register(format!("{axis}: {}", list_ranks(&ranks))) } else { 0 };
+        Self(Arc::new(Inner { axis, rank: comm.rank(), id, members, channel, nccl }))
     }
 
     /// Splits the ranks into the groups of an axis: ranks of equal `color` form a group, ordered by `key`. All ranks of
@@ -91,7 +96,7 @@ impl Group {
         let Some(channel) = self.channel() else {
             assert_eq!(self.size(), 1, "a null group is split by its mesh");
             let (members, nccl) = (self.0.members.clone(), Arc::default());
-            return Self(Arc::new(Inner { axis, rank: 0, members, channel: None, nccl }));
+            return Self(Arc::new(Inner { axis, rank: 0, id: 0, members, channel: None, nccl }));
         };
         let comm = channel.comm.split(color, key);
         let mut ranks = vec![0u64; comm.size()];
@@ -185,8 +190,9 @@ impl Group {
                 drop(begin_call(self.0.axis, op, bytes));
             }
         }
-        let channel = self.channel()?;
-        Some((channel, begin_call(self.0.axis, op, bytes)))
+        let mut channel = self.channel()?;
+        let number = channel.next_call();
+        Some((channel, begin_call(self.0.axis, op, bytes).numbered(self.0.id, number)))
     }
 
     /// The distance in world ranks from one member to the next.

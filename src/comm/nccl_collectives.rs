@@ -5,8 +5,8 @@ use super::accounting::{begin_async, launch, note, note_captured};
 use super::channel::chunk;
 use super::communicator::{Communicator, Op};
 use crate::device::cuda::rank_sum::{self, Parts};
-use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu};
-use crate::device::null;
+use crate::device::cuda::{Memory, Stream, View, ViewMut, gpu, traced};
+use crate::device::{Device, null};
 use std::ops::Range;
 
 /// The bytes over all ranks up to which every rank gets all values and sums them itself: one round instead of two.
@@ -29,6 +29,10 @@ impl NcclGroup {
     /// Launches a collective. In a job of a stream it uses the job's stream. Otherwise it uses this group's stream, and
     /// the compute stream waits for it.
     fn run(&self, op: &'static str, bytes: usize, body: impl FnOnce(&Communicator)) {
+        let body = |communicator: &Communicator| {
+            let _span = traced::span(Device::Cuda, op, "bytes", || [bytes]);
+            body(communicator);
+        };
         if null::is_active() {
             note(op, self.communicator.axis, [self.communicator.size, self.stride], bytes);
         }

@@ -106,7 +106,7 @@ impl Drop for Stream {
         drop(sender);
         let start = Instant::now();
         let ended = thread.join();
-        accounting::waited(self.group.axis(), self.name, start.elapsed().as_secs_f64());
+        accounting::waited_since(self.group.axis(), self.name, start);
         assert!(ended.is_ok() || std::thread::panicking(), "a job on stream {} panicked", self.name);
     }
 }
@@ -128,7 +128,7 @@ impl<T> Pending<T> {
         let value = receiver.try_recv().or_else(|_| {
             let start = Instant::now();
             let value = background::awaiting(|| receiver.recv());
-            accounting::waited(self.axis, self.stream, start.elapsed().as_secs_f64());
+            accounting::waited_since(self.axis, self.stream, start);
             value
         });
         value.unwrap_or_else(|_| panic!("a job on stream {} panicked", self.stream))

@@ -15,7 +15,7 @@ type Need<T> = (&'static str, &'static str, fn(&T) -> bool);
 #[rustfmt::skip]
 const NEEDS: &[Need<Config>] = &[
     (
-        "job.steps job.export gradient optim.actor checkpoint metrics.print_every data.weights data.rows_max data.order",
+        "job.steps job.export gradient optim.actor checkpoint metrics.print_every metrics.trace_steps data.weights data.rows_max data.order",
         "a job that trains", trains,
     ),
     ("rollout reward", "a job that samples: ppo, eval or on-policy distill", Config::samples),

@@ -12,6 +12,7 @@ table! {
         pub samples_every_steps: u64 = 10 => 0.0..=COUNT,
         pub samples_count: usize = 2 => 0.0..=COUNT,
         pub tensorboard: bool = true,
+        pub trace_steps: Vec<u64> = Vec::new(),
         pub report: bool = true,
     }
 }
@@ -26,6 +27,11 @@ impl MetricsConfig {
     /// Whether the line of `step` (from 1) of `steps` is shown: the first, the last, and every `print_every`-th.
     pub fn print_due(&self, step: u64, steps: u64) -> bool {
         self.print_every > 0 && (step == 1 || step == steps || step.is_multiple_of(self.print_every))
+    }
+
+    /// The steps of `trace_steps` that a run of `steps` steps does not have.
+    pub fn untraced(&self, steps: u64) -> Vec<u64> {
+        self.trace_steps.iter().copied().filter(|step| !(1..=steps).contains(step)).collect()
     }
 
     /// Whether samples of `step` (from 1) are shown: the first step and then every `samples_every_steps`.

@@ -60,6 +60,8 @@ pub struct Run {
     pub runs_ahead: bool,
     /// Whether a started rollout must be finished before the run can stop.
     pub must_finish: Cell<bool>,
+    /// Whether a trace of the next step was requested. The same on all ranks.
+    pub trace_asked: Cell<bool>,
     /// The seconds for which this rank has waited for rewards or the environment in this step.
     pub reward_wait_s: Cell<f64>,
     /// Resident memory before the first model, which the plan does not count.
@@ -77,6 +79,12 @@ pub enum WeightsFrom {
     /// A checkpoint.
     Checkpoint,
 }
+
+/// The file in `job.dir` that requests a trace of the next step.
+pub const TRACE_REQUEST: &str = "trace.request";
+
+/// A rank's request to stop, which goes before that of a trace (1).
+const STOP: f64 = 2.0;
 
 /// Multiply-adds of a sample of a processor's peak: about a millisecond.
 const PEAK_ROUNDS: usize = 400_000;
@@ -156,6 +164,7 @@ impl Run {
             started: Instant::now(),
             has_learned: false,
             must_finish: Cell::new(false),
+            trace_asked: Cell::new(false),
             reward_wait_s: Cell::new(0.0),
             resident_at_start: 0,
             peak_flops,
@@ -240,8 +249,13 @@ impl Run {
     }
 
     /// Whether any rank was asked to stop, or has reached `checkpoint.max_hours`. The same on all ranks; a collective.
+    /// Without a stop, it also finds the request of a trace.
     pub fn stop_requested(&self) -> bool {
-        self.ranks.all.any(self.stop_requested_here())
+        let wants_trace = || self.ranks.all.rank() == 0 && self.dir.join(TRACE_REQUEST).exists();
+        let here = if self.stop_requested_here() { STOP } else { f64::from(u8::from(wants_trace())) };
+        let all = self.ranks.all.max(here);
+        self.trace_asked.set(self.trace_asked.get() || all > 0.0 && all < STOP);
+        all == STOP
     }
 
     /// Whether this rank was asked to stop, or has reached `checkpoint.max_hours`.

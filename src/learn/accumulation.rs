@@ -11,6 +11,7 @@ use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::error::{Error, Result};
 use crate::model::Feed;
+use crate::sys::trace::{self, Category};
 use std::ops::Range;
 
 /// Part of a minibatch whose gradient is one summand.
@@ -106,6 +107,8 @@ impl Learner {
             let mut sums = Sums::default();
             let times = null::represented(&chunk.microbatches, lengths);
             for (rows, times) in chunk.microbatches.iter().zip(times) {
+                let numbers = || [rows.iter().map(|&row| lengths[row]).sum(), rows.len()];
+                let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
                 left -= 1;
                 if times > 0.0 {
                     let mut add = || {

@@ -6,7 +6,14 @@ use super::routing::RouterLoss;
 use crate::model::{DistillTargets, Gradients, Head, Saved, Teacher, Transformer, Weights};
 use crate::ops::linear_divergence::Divergences;
 use crate::ops::linear_logprob::{Extra, TokenLoss};
+use crate::sys::trace::{self, Category};
 use crate::tensor::{Flat, Tensor};
+
+/// A span of a part of a pass of `row`.
+fn pass_span(name: &'static str, row: &PackedRow) -> trace::Open {
+    let sizes = || [row.tokens.len(), row.cu_seqlens.len().saturating_sub(1)];
+    trace::span(Category::Pass, name, "tokens sequences", sizes)
+}
 
 /// A forward and backward that adds its gradient to `grads`.
 pub struct Pass<'a> {
@@ -26,11 +33,16 @@ impl Pass<'_> {
         let Pass { role, row, mut saved, grads, router_loss } = self;
         let Role { transformer: model, weights, .. } = role;
         let forward = || model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let span = pass_span("forward", row);
         let (hidden, experts) = model.routers.traced(|| model.routers.counted(forward));
+        drop(span);
         let mut pass = HeadPass { model, weights, row, hidden, experts, grads: Some(grads), dhidden: None };
+        let span = pass_span("head and loss", row);
         let found = head(&mut pass);
+        drop(span);
         let dhidden = pass.dhidden.expect("a head with a gradient");
         let grads = pass.grads.expect("set above");
+        let _span = pass_span("backward", row);
         let backward = || model.backward(weights, saved, &row.cu_seqlens, dhidden, grads);
         model.routers.with_slope(router_loss.slope(role), backward);
         found
@@ -57,6 +69,7 @@ impl<'a> HeadPass<'a> {
     /// Runs a forward without a backward.
     pub fn forward(role: &'a Role, row: &'a PackedRow) -> Self {
         let Role { transformer: model, weights, .. } = role;
+        let _span = pass_span("forward", row);
         let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), None);
         Self { model, weights, row, hidden, experts: Vec::new(), grads: None, dhidden: None }
     }

@@ -20,6 +20,7 @@ use crate::model::partition::Shards;
 use crate::optim::host_state::Vector;
 use crate::optim::schedule::lr_at;
 use crate::optim::zero::Zero;
+use crate::sys::trace::{self, Category};
 use crate::tensor::Slice;
 use crate::tensor::arena::Buffer;
 use std::ops::Range;
@@ -147,6 +148,7 @@ impl Learner {
     /// `Fault`, the same on all ranks, if the gradient is not finite. Then neither weights nor state have changed.
     pub fn step(&mut self, axes: &Axes) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
+        let _span = trace::span(Category::Pass, "optimizer step", "", || []);
         self.sum.finish();
         let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         let (grad_norm, clip_scale) = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);

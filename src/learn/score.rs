@@ -10,6 +10,7 @@ use crate::learn::packed::{PackedRow, Tokens};
 use crate::learn::{HeadPass, Role};
 use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
+use crate::sys::trace::{self, Category};
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Later};
 
@@ -54,6 +55,8 @@ fn over_plan(
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
     for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
+        let numbers = || [rows.iter().map(|&row| lengths[row]).sum(), rows.len()];
+        let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
         let row = pack(samples, rows, last).shard(&axes.sequence);
         let found = null::times(times, || score(HeadPass::forward(role, &row))).later();
         mine.extend(before.replace(found).map(Later::into_values).unwrap_or_default());

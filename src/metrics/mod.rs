@@ -20,6 +20,8 @@ pub mod step_file;
 pub mod tensorboard;
 mod terminal;
 pub mod throughput;
+pub mod trace;
+pub mod traced;
 
 pub use curves::{Curves, is_graded};
 pub use display::{count, counted, duration, grouped, number, one_line, percent, wrapped};

@@ -15,6 +15,7 @@ use crate::config::metrics::MetricsConfig;
 use crate::error::{Error, Result};
 use crate::experience::{Experience, marked};
 use crate::sys::files;
+use crate::sys::trace::{self, Category};
 
 /// Records and shows a run. Every rank has one and calls it in the same way.
 pub struct Recorder {
@@ -73,6 +74,7 @@ impl Recorder {
         let keep_last = self.config.rollouts_keep_last;
         rollouts::cut_back(&live.run_dir, step, keep_last)?;
         eval_rows::cut_back(&live.run_dir, step, keep_last)?;
+        super::trace::cut_back(&live.run_dir, step)?;
         let before = live.metrics.lines()?.last().map(|line| line.get(keys::RESTARTS).unwrap_or(0.0) as u64);
         live.restarts = before.map_or(0, |before| before + 1);
         live.events = None;
@@ -113,6 +115,7 @@ impl Recorder {
         show: fn(&Terminal, &Line, &Curves),
     ) -> Result<()> {
         let Some(live) = &mut self.live else { return Ok(()) };
+        let _span = trace::span(Category::Io, "record metrics", "", || []);
         let mut values: Vec<(&str, f64)> = values.iter().map(|(key, value)| (key.as_ref(), *value)).collect();
         values.extend((live.restarts > 0).then_some((keys::RESTARTS, live.restarts as f64)));
         let line = Line::new(step, now_unix_s(), &values);
@@ -141,6 +144,7 @@ impl Recorder {
     pub fn rollouts(&mut self, step: u64, batch: &[Experience], seed: u64, config_hash: &str) -> Result<()> {
         match &self.live {
             Some(live) if self.config.rollouts_due(step) => {
+                let _span = trace::span(Category::Io, "record rollouts", "samples", || [batch.len()]);
                 rollouts::write(&live.run_dir, step, batch, (seed, config_hash), self.config.rollouts_keep_last)
             }
             _ => Ok(()),
@@ -152,6 +156,7 @@ impl Recorder {
         let most = self.config.eval_rows_max;
         match &self.live {
             Some(live) if most > 0 => {
+                let _span = trace::span(Category::Io, "record evaluation rows", "", || []);
                 let rows = rows.take(most).collect::<Result<Vec<_>>>()?;
                 eval_rows::write(&live.run_dir, step, &rows, self.config.rollouts_keep_last)
             }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::keys;
+use crate::sys::trace::{self, Category};
 use crate::tensor::arena;
 
 /// The phases of a step, in their order.
@@ -55,6 +56,7 @@ impl Phases {
     }
 
     pub fn time<T>(&mut self, phase: Phase, work: impl FnOnce() -> T) -> T {
+        let _span = trace::span(Category::Phase, phase.name(), "", || []);
         let start = Instant::now();
         let result = work();
         self.add(phase, start.elapsed());

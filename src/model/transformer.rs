@@ -14,11 +14,12 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group};
 use crate::config::job::Recompute;
 use crate::device::Device;
-use crate::device::cuda::{Arg, Memory, decode};
+use crate::device::cuda::{Arg, Memory, decode, traced};
 use crate::dtype::DType;
 use crate::ops::attention::{Packed, Paged};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, scale};
+use crate::sys::trace::{self, Category};
 use crate::tensor::{Indices, Tensor};
 use std::sync::Arc;
 
@@ -250,6 +251,8 @@ impl Transformer {
     ) -> (Tensor, (Tensor, Tensor), Vec<BlockSaved>) {
         let mut kept = Vec::new();
         for (i, block) in self.blocks.iter().enumerate() {
+            let _span = trace::span(Category::Layer, "layer", "layer tokens", || [i, x.rows()]);
+            let _of_gpu = traced::span(self.device, "layer", "layer tokens", || [i, x.rows()]);
             let unit = w.unit(self.units[i]);
             self.prefetch_after(w, i);
             kept.extend(block.forward(
@@ -290,6 +293,8 @@ impl Transformer {
         grads.finish(last);
         drop((x, dhidden));
         for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
+            let _span = trace::span(Category::Layer, "layer backward", "layer tokens", || [i, dx.rows()]);
+            let _of_gpu = traced::span(self.device, "layer backward", "layer tokens", || [i, dx.rows()]);
             let unit = self.units[i];
             let values = w.unit(unit);
             // The gradients of experts come first. They begin those of the rest of the layer.

@@ -17,6 +17,7 @@ use crate::device::cuda::states::StateTable;
 use crate::device::{Device, cpu, cuda, null};
 use crate::dtype::{DType, round_bf16};
 use crate::sys::lock::lock;
+use crate::sys::trace;
 use crate::tensor::{Flat, Indices, Slice, SliceMut, Tensor};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -75,6 +76,13 @@ impl<'a> From<&'a [usize]> for Packed<'a> {
     }
 }
 
+/// The numbers of a span.
+const LABELS: &str = "tokens sequences heads head_dim";
+
+fn sizes(q: &Tensor, sequences: usize, shape: &AttentionShape) -> [usize; 4] {
+    [q.rows(), sequences, shape.heads, shape.head_dim]
+}
+
 /// q (t, h*e), k and v (t, g*e), already rotated. Writes o (t, h*e) and
 /// lse (t, h), the natural log-sum-exp of the scaled scores.
 pub fn forward_packed(
@@ -90,6 +98,7 @@ pub fn forward_packed(
     check("o", o, q.rows(), q.width());
     check("lse", lse, q.rows(), shape.heads);
     note_pairs(shape, pairs_of(packed, shape), 0.0);
+    let _span = trace::operation("attention", LABELS, || sizes(q, packed.cu_seqlens.len() - 1, shape));
     match q.device() {
         Device::Cpu => cpu::attention::forward_rows(
             q.data(),
@@ -132,6 +141,7 @@ pub fn backward_packed(
     check("dk", dk, k.rows(), k.width());
     check("dv", dv, k.rows(), k.width());
     note_backward(shape, pairs_of(packed, shape));
+    let _span = trace::operation("attention backward", LABELS, || sizes(q, packed.cu_seqlens.len() - 1, shape));
     match q.device() {
         Device::Cpu => cpu::attention::backward_rows(
             [q, k, v].map(Tensor::data),
@@ -353,6 +363,8 @@ pub fn forward_paged(
     if null::is_active() {
         paged.note(shape, cache.dtype().bytes());
     }
+    let _span =
+        trace::operation("attention over pages", "tokens heads head_dim", || [rows, shape.heads, shape.head_dim]);
     match cache {
         KvLayer::Cpu { keys, values } => {
             let cached = [keys, values].map(|cached| match cached.all() {

@@ -11,6 +11,7 @@ use crate::device::cpu::{conv, delta};
 use crate::device::cuda;
 use crate::device::cuda::states::{self, StateTable};
 use crate::device::{Device, null};
+use crate::sys::trace;
 use crate::tensor::{Flat, Slice, SliceMut, Tensor};
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -172,6 +173,7 @@ pub fn flops(shape: &DeltaShape, tokens: usize) -> f64 {
 pub fn forward(x: Tensors<&Tensor>, shape: &DeltaShape, states: &mut States, offset: usize) -> Tensor {
     check(shape, x);
     let mut o = x[2].like(x[2].rows(), x[2].width());
+    let _span = trace::operation("delta rule", "tokens width", || [o.rows(), o.width()]);
     match o.device() {
         Device::Cpu => {
             null::note(null::ATTENTION, flops(shape, o.rows()), 0.0);
@@ -198,6 +200,7 @@ pub fn backward(x: Tensors<&Tensor>, shape: &DeltaShape, states: &States, d_o: &
     let [decay, rate] = [3, 4].map(|i| x[i].statistics(x[i].rows(), x[i].width()));
     let mut slopes = [q, k, v, decay, rate];
     null::note(null::ATTENTION_BACKWARD, 3.0 * flops(shape, d_o.rows()), 0.0);
+    let _span = trace::operation("delta rule backward", "tokens width", || [d_o.rows(), d_o.width()]);
     match d_o.device() {
         Device::Cpu => {
             let [q, k, v, decay, rate] = slopes.each_mut().map(Tensor::data_mut);

@@ -10,6 +10,7 @@ use crate::device::cuda::grouped::Groups as GroupsOnGpu;
 use crate::device::cuda::matmul::{self as gemm, Matrix, Way};
 use crate::device::{Device, cpu, cuda, null};
 use crate::dtype::DType;
+use crate::sys::trace;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Indices, Tensor, Weight, WeightMut};
 use std::borrow::Cow;
@@ -256,6 +257,7 @@ impl Groups {
         for w in w {
             self.note(w);
         }
+        let _span = trace::operation("experts", "rows n k", || [s, y.iter().map(Tensor::width).sum(), k]);
         if let Some(groups) = &self.on_gpu {
             let mut results = y.iter_mut();
             let lists = w.map(|w| (matrices(OP, w), matmul::matrix_mut(results.next().expect("one for each list"))));
@@ -275,6 +277,7 @@ impl Groups {
         check(OP, "dy", dy, self.row_count(), w[0].n);
         check(OP, "dx", dx, self.row_count(), w[0].k);
         self.note(w);
+        let _span = trace::operation("experts dx", "rows n k", || [dy.rows(), dx.width(), dy.width()]);
         if let Some(groups) = &self.on_gpu {
             let (dy, dx) = (matmul::matrix(dy), matmul::matrix_mut(dx));
             return cuda::grouped::backward_input(Way::Chosen, dy, groups, &matrices(OP, w), dx, add);
@@ -293,6 +296,7 @@ impl Groups {
             matmul::check_gradient(OP, dw, n, k);
         }
         null::note(null::GEMM, 2.0 * (self.row_count() * n * k) as f64, (dw.len() * n * k * dtype.bytes()) as f64);
+        let _span = trace::operation("experts dW", "rows n k", || [self.row_count(), n, k]);
         if let Some(groups) = &self.on_gpu {
             let dw = dw.into_iter().map(matmul::gradient).collect();
             return cuda::grouped::backward_weight(Way::Chosen, matmul::matrix(dy), matmul::matrix(x), groups, dw);

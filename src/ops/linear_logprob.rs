@@ -18,6 +18,7 @@ use super::matmul::{backward_input_rows, backward_weight_rows, check_gradient, p
 use crate::device::cpu::{copy, matmul as products, softcap, softmax};
 use crate::device::cuda::Memory;
 use crate::device::{Device, null};
+use crate::sys::trace;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, SliceMut, Tensor, Weight, WeightMut};
 
@@ -98,6 +99,7 @@ pub fn forward_part(
     let needed = if kind == Extra::Nothing { 0 } else { t };
     assert!(extra.len() == needed, "{FORWARD}: {kind:?} needs room for {needed} values, got {}", extra.len());
     note(null::HEAD, 1.0, t, &w);
+    let _span = trace::operation(null::HEAD, "tokens vocabulary width", || [t, w.n, w.k]);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(FORWARD, h, &w, part, targets.unmasked(), temperature);
         on_gpu::forward(&head, logprobs.cuda(), kind, extra.cuda(), against);
@@ -178,6 +180,7 @@ pub fn forward_backward_part(
         check_gradient(BACKWARD, dw, w.n, w.k);
     }
     note(null::HEAD_BACKWARD, if dw.is_some() { 3.0 } else { 2.0 }, t, &w);
+    let _span = trace::operation(null::HEAD_BACKWARD, "tokens vocabulary width", || [t, w.n, w.k]);
     if h.device() == Device::Cuda {
         let head = on_gpu::Head::new(BACKWARD, h, &w, part, targets.unmasked(), temperature);
         on_gpu::forward_backward(&head, loss, against, logprobs, entropy, dh, dw);

@@ -10,6 +10,7 @@ use crate::device::cpu::glu::Activation;
 use crate::device::cpu::{matmul as cpu, matmul_weight};
 use crate::device::cuda::matmul::{Addend, Matrix, MatrixMut, Way};
 use crate::device::{Device, cuda, null};
+use crate::sys::trace;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{DType, Layout, Operand, PANEL, Slice, SliceMut, Tensor, Weight, WeightMut};
 
@@ -143,6 +144,8 @@ fn products<const N: usize>(x: &Tensor, outputs: [Output; N], c: Option<&Tensor>
         }
         note(m, w);
     }
+    let n = || outputs.iter().map(|output| output.w.dims().0).sum::<usize>();
+    let _span = trace::operation("matmul", "m n k", || [m, n(), x.width()]);
     match x.device() {
         Device::Cpu => {
             let addend = match c {
@@ -230,6 +233,7 @@ pub(super) fn forward_glu(activation: Activation, x: &Tensor, factors: [Factor; 
         let (w, bias) = (rows(OP, &values(OP, w)), bias.map(Slice::cuda));
         cuda::matmul::Factor { w, bias }
     });
+    let _span = trace::operation("matmul glu", "m n k", || [x.rows(), 2 * y.width(), x.width()]);
     let is_done = cuda::matmul::glu(Way::Chosen, activation, matrix(x), on_gpu, matrix_mut(y));
     if is_done {
         for factor in &factors {
@@ -247,6 +251,7 @@ pub fn backward_input(dy: &Tensor, w: Weight, dx: &mut Tensor, into: Into) {
     check(OP, "dy", dy, m, w.n);
     check(OP, "dx", dx, m, w.k);
     note(m, &w.into());
+    let _span = trace::operation("matmul dx", "m n k", || [m, w.n, w.k]);
     match dy.device() {
         Device::Cpu => backward_input_rows(dy.data(), m, &panels(OP, &w), None, dx.data_mut(), into == Into::Add),
         Device::Cuda => {
@@ -263,6 +268,7 @@ pub fn backward_weight(dy: &Tensor, x: &Tensor, dw: WeightMut, dtype: DType) {
     check(OP, "x", x, m, k);
     check_gradient(OP, &dw, n, k);
     null::note(null::GEMM, 2.0 * (m * n * k) as f64, (n * k * dtype.bytes()) as f64);
+    let _span = trace::operation("matmul dW", "m n k", || [m, n, k]);
     match dy.device() {
         Device::Cpu => backward_weight_rows(dy.data(), x.data(), m, n, k, dw.values.f32(), dtype == DType::Bf16),
         Device::Cuda => cuda::matmul::backward_weight(Way::Chosen, matrix(dy), matrix(x), gradient(dw)),

@@ -11,6 +11,7 @@ use super::zigzag;
 use crate::device::cuda::attention::SpanTable;
 use crate::device::cuda::{View, ViewMut};
 use crate::device::{Device, cpu, cuda, null};
+use crate::sys::trace;
 use crate::tensor::Tensor;
 
 /// The spans of one block that a rank's rows see.
@@ -135,6 +136,7 @@ pub fn forward(q: &Tensor, block: &Tensor, step: &Step, sum: &mut Tensor, lse: &
     check("the sum", sum, q.rows(), q.width());
     check("lse", lse, q.rows(), step.shape.heads);
     note_pairs(&step.shape, step.pairs, 0.0);
+    let _span = trace::operation("ring attention", "tokens pairs", || [q.rows(), step.pairs as usize]);
     match &step.seen {
         Seen::Cpu(passes) => {
             if step.is_first {
@@ -183,6 +185,7 @@ impl<'a> Backward<'a> {
         step.check(self.q, block);
         check("dq", dq, self.q.rows(), self.q.width());
         note_backward(&step.shape, step.pairs);
+        let _span = trace::operation("ring attention backward", "tokens pairs", || [dq.rows(), step.pairs as usize]);
         let mut dblock = block.statistics(block.rows(), block.width());
         match &step.seen {
             Seen::Cpu(passes) => self.on_cpu(block, step, passes, dq, &mut dblock),

@@ -14,6 +14,7 @@ use crate::device::cuda::Memory;
 use crate::device::cuda::sample::{Rows, SAMPLED, unpacked};
 use crate::device::{Device, cpu, cuda, null};
 use crate::experience::SamplingMask;
+use crate::sys::trace;
 use crate::tensor::Tensor;
 
 pub use crate::device::cpu::sample::{SampleParams, SampleRow, Sampled};
@@ -34,6 +35,7 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
         return out.iter_mut().zip(unpacked(&words)).for_each(|(out, sampled)| *out = sampled);
     }
     note(logits);
+    let _span = span(logits);
     match logits.device() {
         Device::Cpu => cpu::sample::forward(logits.data(), ends, rows, out),
         Device::Cuda => cpu::sample::forward(&logits.to_host(), ends, rows, out),
@@ -46,6 +48,7 @@ pub fn forward_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &
 pub fn forward_masked(logits: &Tensor, ends: &[usize], rows: &[SampleRow], out: &mut [Sampled]) -> Vec<SamplingMask> {
     check_shapes(logits, ends, rows);
     note(logits);
+    let _span = span(logits);
     let mut drawn = vec![Default::default(); rows.len()];
     cpu::sample::forward_masked(logits.data(), ends, rows, &mut drawn);
     let (sampled, masks): (Vec<_>, Vec<_>) = drawn.into_iter().unzip();
@@ -63,6 +66,7 @@ pub fn top_parts(logits: &Tensor, ends: &[usize], rows: &[SampleRow], n: usize, 
     assert!((1..=logits.width()).contains(&n), "top: n must be from 1 to {}, got {n}", logits.width());
     assert_eq!(out.len(), n * rows.len(), "top: room for {} results, but {n} x {} rows", out.len(), rows.len());
     note(logits);
+    let _span = span(logits);
     match logits.device() {
         Device::Cpu => cpu::sample::top(logits.data(), ends, rows, n, out),
         Device::Cuda => cpu::sample::top(&logits.to_host(), ends, rows, n, out),
@@ -81,6 +85,10 @@ fn note(logits: &Tensor) {
     null::note(null::SAMPLING, 0.0, (8 * logits.rows() * logits.width()) as f64);
 }
 
+fn span(logits: &Tensor) -> trace::Open {
+    trace::operation(null::SAMPLING, "rows vocabulary", || [logits.rows(), logits.width()])
+}
+
 /// Whether the host must sample these rows from a copy of their logits. No kernel supports biases.
 pub fn need_host(rows: &[SampleRow]) -> bool {
     rows.iter().any(|row| !row.bias.is_empty())
@@ -92,6 +100,7 @@ pub fn drawn(logits: &Tensor, ends: &[usize], rows: &[SampleRow]) -> Option<Memo
         return None;
     }
     note(logits);
+    let _span = span(logits);
     let (rows, v) = (Rows::from_rows(rows), logits.width());
     let ends = Memory::from_values(&ends.iter().map(|&end| end as i32).collect::<Vec<_>>());
     Some(cuda::sample::forward(logits.cuda(), [v, v], &ends, &rows))

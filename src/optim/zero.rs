@@ -6,11 +6,12 @@ use crate::comm::Group;
 use crate::config::optim::OptimConfig;
 use crate::device::cuda::adamw::Decays;
 use crate::device::cuda::{ViewMut, owned_by};
-use crate::device::{Device, cuda};
+use crate::device::{Device, cuda, null};
 use crate::model::Weights;
 use crate::model::partition::{BLOCK, Partition};
 use crate::ops;
 use crate::ops::adamw::Update;
+use crate::sys::trace;
 use crate::tensor::arena::Buffer;
 use crate::tensor::{Flat, Slice, SliceMut};
 use std::ops::Range;
@@ -160,6 +161,7 @@ impl Zero {
     /// Updates the own range of a unit of `weights`, and its master if it has one, from the sums `grads`.
     pub fn apply(&mut self, update: Update, unit: usize, weights: &mut Weights, grads: Slice) {
         let own = self.partition.own(unit);
+        let _span = trace::operation(null::OPTIMIZER, "unit values", || [unit, own.len()]);
         match weights.local_mut(unit).part_mut(&own) {
             SliceMut::Cuda(values) => self.apply_cuda(update, unit, values, grads),
             SliceMut::F32(values) => self.apply_f32(update, unit, values, grads.f32()),

@@ -13,6 +13,7 @@ use super::{RewardContext, RewardOutput, feedback::Texts};
 use crate::config::reward::{EnvironmentConfig, RewardConfig};
 use crate::error::Result;
 use crate::experience::{Episode, Prompt, RowFields};
+use crate::sys::trace::Category;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -77,6 +78,8 @@ impl Reply {
 }
 
 impl Output for Reply {
+    const CATEGORY: Category = Category::Environment;
+
     fn failed(why: &str) -> Self {
         Self { failed: Some(why.to_string()), ..Self::default() }
     }

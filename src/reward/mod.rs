@@ -19,6 +19,7 @@ pub use pool::{Lookup, Notes, RewardContext};
 use crate::config::{self, reward::RewardConfig};
 use crate::error::Result;
 use crate::experience::{Prompt, Response};
+use crate::sys::trace::{self, Category};
 use pool::{Asked, Pool};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -194,7 +195,11 @@ impl Reward {
         let mut outputs = Vec::with_capacity(self.parts.len());
         for part in &mut self.parts {
             outputs.push(match &mut part.source {
-                Source::Rule(rule) => rule.score(&prompts, &responses)?,
+                Source::Rule(rule) => {
+                    let name = || format!("rule {}", part.name);
+                    let _span = trace::named(Category::Reward, name, "responses", [responses.len()]);
+                    rule.score(&prompts, &responses)?
+                }
                 Source::Environment => responses.iter().map(|r| environment::output(r.episode.as_ref())).collect(),
                 Source::Pool(pool) => pool.finish()?,
             });

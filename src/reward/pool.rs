@@ -8,6 +8,7 @@ use crate::reward::RewardOutput;
 use crate::reward::feedback::Texts;
 use crate::sys::bounded_log::BoundedLog;
 use crate::sys::lock::lock;
+use crate::sys::trace::{self, Category};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -146,11 +147,16 @@ pub trait Worker: Send + 'static {
 pub type Answer<O> = std::result::Result<Vec<O>, Failure>;
 
 pub trait Output: Clone + Send + 'static {
+    /// The kind of a request in a trace.
+    const CATEGORY: Category;
+
     /// A failed output, with the reason.
     fn failed(why: &str) -> Self;
 }
 
 impl Output for RewardOutput {
+    const CATEGORY: Category = Category::Reward;
+
     fn failed(why: &str) -> Self {
         Self { failed: Some(why.to_string()), ..Self::default() }
     }
@@ -260,11 +266,12 @@ impl<A: Send + Sync + 'static, O: Output> Pool<A, O> {
         let (requests, queue) = mpsc::channel();
         let queue = Arc::new(Mutex::new(queue));
         let policy = (config.retries, config.on_failure);
+        let about_each = &about;
         let start = |worker: W| {
-            let queue = Arc::clone(&queue);
+            let (queue, about) = (Arc::clone(&queue), about_each.clone());
             let named = thread::Builder::new().name("reward".into());
             named
-                .spawn(move || serve(worker, &queue, policy))
+                .spawn(move || serve(worker, &about, &queue, policy))
                 .map_err(|e| Error::fault(format!("cannot start a thread: {e}")))
         };
         let threads = workers.into_iter().map(start).collect::<Result<_>>()?;
@@ -383,7 +390,12 @@ impl<A, O> Drop for Pool<A, O> {
 }
 
 /// Processes requests until the pool has ended.
-fn serve<W: Worker>(mut worker: W, queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>, policy: (u32, OnFailure)) {
+fn serve<W: Worker>(
+    mut worker: W,
+    about: &str,
+    queue: &Mutex<Receiver<Request<W::Asked, W::Output>>>,
+    policy: (u32, OnFailure),
+) {
     let next = |count: usize| {
         let queue = lock(queue);
         let first = queue.recv().ok()?;
@@ -392,7 +404,11 @@ fn serve<W: Worker>(mut worker: W, queue: &Mutex<Receiver<Request<W::Asked, W::O
     while let Some(mut requests) = next(worker.together()) {
         // Requests that are not given up belong to the same round.
         requests.retain(|request| !request.shared.given_up.load(Ordering::SeqCst));
+        let responses = requests.iter().map(|request| request.asked.len()).sum();
+        let category = <W::Output as Output>::CATEGORY;
+        let span = trace::named(category, || about.to_string(), "responses requests", [responses, requests.len()]);
         let answers = answer(&mut worker, &requests, policy);
+        drop(span);
         for (Request { places, shared, reply, .. }, outputs) in requests.into_iter().zip(answers) {
             let has_failed = outputs.is_err();
             // A finished round has no receiver.

@@ -46,6 +46,7 @@ use crate::model::Kept;
 use crate::ops::attention::PAGE;
 use crate::ops::sample::{SampleParams, Sampled};
 use crate::rng::Rng;
+use crate::sys::trace::{self, Category};
 
 /// Limits for idle slots while prompts wait: fewer than one slot in this many may be idle, for fewer steps than this.
 /// Reading a prompt costs a forward outside of graphs, which is worth it for several prompts. This value is estimated,
@@ -100,6 +101,7 @@ impl Run<'_> {
                 None
             };
             let is_last = next.is_none();
+            let _span = trace::span(Category::Pass, "decode with a graph", "sequences", || [batch.rows.len()]);
             if let Some(step) = std::mem::replace(&mut in_flight, next) {
                 self.accept_draws(bytemuck::cast_slice(&step.wait_values()), &mut batch, hooks)?;
                 self.report(hooks);

@@ -334,7 +334,7 @@ impl Run<'_> {
         for (group, from, to) in self.scheduler.take_copies() {
             self.model.transformer.kv_copy_page(self.cache, group, from, to);
         }
-        let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
+        let (decodes, _span) = Chunk::begin(&feeds);
         let times = self.begin_forward(decodes, feeds.iter().map(|feed| feed.sequence));
         let logits = null::times(times, || self.logits(&feeds))?;
         let mut ready = Vec::with_capacity(feeds.len());

@@ -2,6 +2,7 @@
 
 use super::blocks::{BlockTables, GroupPages, held_max, pages_of};
 use crate::model::Kept;
+use crate::sys::trace::{self, Category};
 
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -35,6 +36,16 @@ pub struct Chunk {
     pub tokens: usize,
     /// Whether the forward reaches the sequence's last token, so that the next one can be sampled.
     pub complete: bool,
+}
+
+impl Chunk {
+    /// Begins the forward of `feeds`: returns whether it is a decode step, and its span in a trace.
+    pub fn begin(feeds: &[Self]) -> (bool, trace::Open) {
+        let decodes = feeds.iter().all(|feed| feed.tokens == 1 && feed.past > 0);
+        let sizes = || [feeds.iter().map(|feed| feed.tokens).sum(), feeds.len()];
+        let name = if decodes { "decode" } else { "prefill" };
+        (decodes, trace::span(Category::Pass, name, "tokens sequences", sizes))
+    }
 }
 
 /// The scheduler's input for a sequence.

@@ -19,3 +19,4 @@ pub mod sandbox;
 pub mod signals;
 pub mod stderr;
 pub mod terminal;
+pub mod trace;

@@ -19,6 +19,7 @@ use crate::device::null;
 use crate::error::Result;
 use crate::sys::lock::lock;
 use crate::sys::pages::{Pages, page_size};
+use crate::sys::trace::{self, Category};
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
@@ -89,6 +90,7 @@ static MOVING_NS: AtomicU64 = AtomicU64::new(0);
 
 /// Adds the time since `since` to `moving_s`.
 pub fn count_moving(since: Instant) {
+    trace::since(Category::Io, || "offload or onload", since);
     MOVING_NS.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
 }
 

@@ -10,6 +10,7 @@ use super::origin::Origin;
 use super::state::{self, State};
 use super::step_metrics;
 use super::timers::Timers;
+use super::trace;
 use super::warnings::{self, Warning, Warnings};
 use crate::comm::{phase, records};
 use crate::config::Config;
@@ -22,7 +23,7 @@ use crate::learn::{Learner, Role};
 use crate::metrics::keys::Metrics;
 use crate::metrics::{Phases, one_line};
 use crate::model::Arch;
-use crate::sys::memory;
+use crate::sys::{self, memory, trace::Category};
 use crate::text::Tokenizer;
 use serde_json::Value;
 use std::sync::Arc;
@@ -340,8 +341,8 @@ impl<J: Job> Opened<J> {
         begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
         let (to_make, at) = (if only_evaluates { 0 } else { steps }, resumed.map(|resumed| resumed.state.step));
         run.banner(to_make, at, about_models(&run.config, &models), needs);
-        let filtered = warnings::of_filtered(job.rows());
-        for text in filtered.into_iter().chain(J::warnings_of_start(run, job.rows(), arch.context)) {
+        let filtered = warnings::of_filtered(job.rows()).into_iter().chain(warnings::of_trace(&run.config, steps));
+        for text in filtered.chain(J::warnings_of_start(run, job.rows(), arch.context)) {
             run.recorder.warn(&text);
         }
         Ok(Self { job, state, steps, arch, learned, warnings: Warnings::default() })
@@ -365,41 +366,42 @@ impl<J: Job> Opened<J> {
         }
         let adapters = Adapters::new(run, &self.job.learners());
         while !self.is_over(run) {
-            let mut step = Step {
-                number: self.state.step + 1,
-                phases: Phases::start(),
-                timers: Timers::start(),
-                lengths: Vec::new(),
-            };
-            let made = self.job.step(run, &mut step);
-            self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
-            let mut metrics = match made {
-                Ok(metrics) => metrics,
-                Err(Ended::Failed(error)) => return Err(error),
-                Err(Ended::Unfinished { work, took_rows, error }) => {
-                    if took_rows {
-                        self.take_rows();
-                    }
-                    let why = match error {
-                        Some(error) => self.save_for(run, Some(&work), error),
-                        None => self.save(run, Some(&work)).map_or_else(|e| e, |()| run.stopped(self.state.step)),
-                    };
-                    return Err(why);
-                }
-            };
-            self.take_rows();
-            self.state.step = step.number;
-            let waited = self.warnings.of_waiting(&run.config, run.reward_wait_s.take(), step.timers.seconds());
-            let found = J::warnings_of_step(&run.config, &metrics);
-            for text in self.warnings.of_step(&metrics, found).into_iter().chain(waited) {
-                run.recorder.warn(&text);
-            }
-            metrics.extend(adapters.measure(run, step.number, self.steps, &self.job.learners())?);
-            let flops = step_metrics::flops(run, &self.arch, &J::shape(&run.config), &step.lengths);
-            step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?;
-            self.between_steps(run)?;
+            trace::step(run, self.state.step + 1, |run| self.step(run, &adapters))?;
         }
         Ok(())
+    }
+
+    /// The next step, with its metrics and what is due after it.
+    fn step(&mut self, run: &mut Run, adapters: &Adapters) -> Result<()> {
+        let (number, phases, timers) = (self.state.step + 1, Phases::start(), Timers::start());
+        let mut step = Step { number, phases, timers, lengths: Vec::new() };
+        let made = self.job.step(run, &mut step);
+        self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
+        let mut metrics = match made {
+            Ok(metrics) => metrics,
+            Err(Ended::Failed(error)) => return Err(error),
+            Err(Ended::Unfinished { work, took_rows, error }) => {
+                if took_rows {
+                    self.take_rows();
+                }
+                let why = match error {
+                    Some(error) => self.save_for(run, Some(&work), error),
+                    None => self.save(run, Some(&work)).map_or_else(|e| e, |()| run.stopped(self.state.step)),
+                };
+                return Err(why);
+            }
+        };
+        self.take_rows();
+        self.state.step = step.number;
+        let waited = self.warnings.of_waiting(&run.config, run.reward_wait_s.take(), step.timers.seconds());
+        let found = J::warnings_of_step(&run.config, &metrics);
+        for text in self.warnings.of_step(&metrics, found).into_iter().chain(waited) {
+            run.recorder.warn(&text);
+        }
+        metrics.extend(adapters.measure(run, step.number, self.steps, &self.job.learners())?);
+        let flops = step_metrics::flops(run, &self.arch, &J::shape(&run.config), &step.lengths);
+        step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?;
+        self.between_steps(run)
     }
 
     fn between_steps(&mut self, run: &mut Run) -> Result<()> {
@@ -452,6 +454,7 @@ impl<J: Job> Opened<J> {
     /// evaluation stays due.
     fn evaluate(&mut self, run: &mut Run, step: u64) -> Result<bool> {
         phase::set(step, phase::Phase::Eval);
+        let _span = sys::trace::span(Category::Phase, "evaluation", "", || []);
         match self.job.evaluate(run, step) {
             // Before the first step there is nothing to save.
             Err(error) if error.kind == Kind::Service && step > 0 && !self.learned.is_empty() => {

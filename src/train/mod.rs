@@ -18,6 +18,7 @@ pub mod state;
 mod step_metrics;
 pub mod supervised;
 mod timers;
+mod trace;
 mod warnings;
 
 use crate::config::Config;

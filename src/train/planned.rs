@@ -158,6 +158,7 @@ fn open(planned: &Planned, size: usize) -> Result<Run> {
         // The ranks of a plan run in turn, so each counts its own memory.
         runs_ahead: false,
         must_finish: Cell::new(false),
+        trace_asked: Cell::new(false),
         reward_wait_s: Cell::new(0.0),
         resident_at_start: 0,
         peak_flops: 0.0,

@@ -11,6 +11,7 @@ use crate::launch::run::Run;
 use crate::learn::Learner;
 use crate::model::{Arch, corrections, small_files};
 use crate::optim::host_state::Vector;
+use crate::sys::trace::{self, Category};
 use crate::tensor::arena::Buffer;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -48,6 +49,7 @@ pub fn save(
     learners: &[&mut Learner],
     work: Option<&[u8]>,
 ) -> Result<()> {
+    let _span = trace::span(Category::Phase, "checkpoint", "", || []);
     let synced = run.recorder.sync();
     run.ranks.all.agree(synced)?;
     let of = |name: &&str| learners.iter().find(|l| l.role.name == *name).map_or(0.0, |l| l.zero.updates as f64);

@@ -28,6 +28,13 @@ pub fn of_filtered(rows: &Rows) -> Option<String> {
     })
 }
 
+/// Warns before the first step of a run of `steps` steps if it has not all the steps to trace.
+pub fn of_trace(config: &Config, steps: u64) -> Option<String> {
+    let missing = config.metrics.untraced(steps);
+    let list = missing.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+    (!missing.is_empty()).then(|| format!("metrics.trace_steps: the run has steps 1 to {steps}, and no step {list}"))
+}
+
 /// Warnings about the numbers of steps, each of which is given once.
 #[derive(Default)]
 pub struct Warnings {

@@ -46,6 +46,7 @@ mod run_layouts;
 mod run_loss;
 mod run_memory;
 mod run_start;
+mod run_trace;
 mod run_turns;
 mod run_verbs;
 mod sample;

@@ -22,6 +22,7 @@ mod stream;
 mod tensor;
 mod tensor_models;
 mod tensor_rollout;
+mod traces;
 mod verify;
 #[path = "../weights.rs"]
 mod weights;
@@ -57,6 +58,7 @@ fn tests() -> Vec<&'static Test> {
         combination::TESTS,
         relayout::TESTS,
         verify::TESTS,
+        traces::TESTS,
     ];
     all.into_iter().flatten().collect()
 }

@@ -23,6 +23,7 @@ mod placement;
 mod records;
 mod rewards;
 mod starts;
+mod traces;
 mod variants;
 mod warned;
 mod windows;

@@ -7,6 +7,7 @@ use super::plot::{Curve, Mark, Plot, swatch};
 use super::samples;
 use super::source::{Source, is_result, keys_of, settings_of, title_of};
 use super::text::{escape, put};
+use super::timeline;
 use crate::config::Config;
 use crate::config::method::distill::CE_MEAN;
 use crate::config::method::labelled::{DESIRABLE_REWARD_MEAN, UNDESIRABLE_REWARD_MEAN};
@@ -244,6 +245,15 @@ impl Page<'_> {
             .collect();
         let figures = phases + &self.plots(SPEED);
         self.section("Time and throughput", &figures, "");
+        let of = |source: &Source| {
+            let figure = |step| timeline::html(step, &self.title(&format!("Step {}", step.step), source));
+            source.traced.iter().map(figure).collect::<String>()
+        };
+        let timelines: String = self.sources.iter().map(of).collect();
+        let note = "The height of a color is the share of the time in which a rank computes. A rank in a collective waits \
+                    until the last rank enters it; then the transfer begins. The critical path is on the rank for which \
+                    the others wait. https://ui.perfetto.dev opens the files in traces/ with every operation.";
+        self.section("Traced steps", &timelines, note);
     }
 
     /// The measured memory and the planned memory; on a CPU, without the memory that was in use before the models.

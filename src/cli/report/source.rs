@@ -1,17 +1,22 @@
 //! The contents of a run directory, read for a page. Missing or damaged parts are left out, and the page names them.
 
+use super::waits::StepWaits;
 use crate::config;
 use crate::data::Ledger;
 use crate::error::{Error, Result};
 use crate::metrics::adapter_ratios::AdapterRatios;
 use crate::metrics::keys::{self, Unit};
-use crate::metrics::{Line, jsonl, recorded};
+use crate::metrics::traced::TracedStep;
+use crate::metrics::{Line, jsonl, recorded, trace};
 use crate::sys::files;
 use crate::text::Tokenizer;
 use crate::url::redacted;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use toml::Value;
+
+/// The traces of a run on a page.
+const TRACES_MAX: usize = 3;
 
 pub struct Source {
     /// The job's name, or the directory's.
@@ -24,6 +29,8 @@ pub struct Source {
     points: BTreeMap<String, Vec<(f64, f64)>>,
     pub ledger: Option<Ledger>,
     pub adapters: Option<AdapterRatios>,
+    /// The waits of traced steps, ascending.
+    pub traced: Vec<StepWaits>,
     /// The recorded steps, ascending.
     pub recorded: Vec<u64>,
     pub tokenizer: Option<Tokenizer>,
@@ -53,6 +60,7 @@ impl Source {
             lines,
             ledger: None,
             adapters: None,
+            traced: Vec::new(),
             recorded: Vec::new(),
             tokenizer: None,
             lacks,
@@ -63,6 +71,7 @@ impl Source {
         source.name = named.unwrap_or_else(|| name_of(&source.dir));
         source.ledger = source.try_read(ledger(&source.dir)).flatten();
         source.adapters = source.try_read(AdapterRatios::read(&source.dir)).flatten();
+        source.traced = source.read_traces();
         source.recorded = source.try_read(recorded::steps(&source.dir)).unwrap_or_default();
         if !source.recorded.is_empty() {
             source.tokenizer = source.try_read(source.find_tokenizer()).flatten();
@@ -79,6 +88,15 @@ impl Source {
             }
         })
         .ok()
+    }
+
+    /// The last traced steps.
+    fn read_traces(&mut self) -> Vec<StepWaits> {
+        let all = self.try_read(trace::steps(&self.dir)).unwrap_or_default();
+        let last = &all[all.len().saturating_sub(TRACES_MAX)..];
+        last.iter()
+            .filter_map(|(_, path)| self.try_read(TracedStep::read(path).map(|step| StepWaits::of(&step))))
+            .collect()
     }
 
     /// The tokenizer of the export, or of the model that the run started from.

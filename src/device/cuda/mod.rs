@@ -55,6 +55,7 @@ mod staging;
 pub mod states;
 mod streams;
 mod sys;
+pub mod traced;
 mod transfer;
 pub mod value_head;
 mod waits;

@@ -5,6 +5,7 @@ use crate::experience::{Finish, Prompt};
 use crate::reward::environment::{self, Environment, Feedback, Reply, Turn};
 use crate::rollout::Request;
 use crate::rollout::turns::{Answer, Turns};
+use crate::sys::trace::{self, Category};
 use crate::text::Tokenizer;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -75,6 +76,9 @@ impl Turns for Episodes<'_> {
         let start = Instant::now();
         let arrived = self.environment.arrived(start + if waits { WAIT } else { Duration::ZERO });
         self.waited.set(self.waited.get() + start.elapsed().as_secs_f64());
+        if waits {
+            trace::since(Category::Wait, || "environment", start);
+        }
         let arrived = match arrived {
             Ok(arrived) => arrived,
             Err(error) => {

@@ -22,6 +22,7 @@ use crate::rollout::turns::Turns;
 use crate::rollout::{self, Beams, Engine, Hooks, Model, Outcome, Queue, Request, Stop};
 use crate::sys::bounded_log::BoundedLog;
 use crate::sys::files;
+use crate::sys::trace::{self, Category};
 use crate::text::Tokenizer;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -317,7 +318,9 @@ impl Collector {
     pub fn scored(&mut self, run: &Run, all: &Group) -> Result<Option<HashMap<Key, Scored>>> {
         let start = Instant::now();
         let (is_scored, is_stopped) = loop {
-            let is_scored = self.reward.wait(Instant::now() + WAIT);
+            let asked = Instant::now();
+            let is_scored = self.reward.wait(asked + WAIT);
+            trace::since(Category::Wait, || "rewards", asked);
             let stops = !is_scored && run.stop_requested_here();
             // No rank stays in a collective for long, even if a reward takes long.
             let mut of_any = [!is_scored, stops, self.reward.has_failed()].map(|is| f64::from(u8::from(is)));
