@@ -131,14 +131,30 @@ pub(super) struct Call {
     pub(super) entered: Entered,
     /// Whether the call returns when the collective is launched instead of done.
     launches: bool,
-    /// The group, and the number of its call, for a trace.
-    number: Option<(u32, u64)>,
+    of: Of,
+}
+
+/// What a call belongs to in a trace.
+#[derive(Clone, Copy)]
+enum Of {
+    /// A wait that is no collective.
+    Wait,
+    /// A call of a group, by its id and number.
+    Group(u32, u64),
+    /// A question to a world rank.
+    Rank(usize),
 }
 
 impl Call {
     /// The same as call `number` of a group.
     pub(super) fn numbered(mut self, group: u32, number: u64) -> Self {
-        self.number = Some((group, number));
+        self.of = Of::Group(group, number);
+        self
+    }
+
+    /// The same as a question to a world rank.
+    pub(super) fn to_rank(mut self, rank: usize) -> Self {
+        self.of = Of::Rank(rank);
         self
     }
 }
@@ -149,7 +165,7 @@ pub(super) fn begin_call(axis: &'static str, op: &'static str, bytes: usize) -> 
     ledger.next_id += 1;
     ledger.under_way.push(entered.clone());
     ledger.last = Some(entered.clone());
-    Call { entered, launches: false, number: None }
+    Call { entered, launches: false, of: Of::Wait }
 }
 
 /// Begins the call of a collective that GPUs run asynchronously to the host.
@@ -163,9 +179,10 @@ impl Drop for Call {
     fn drop(&mut self) {
         let Entered { axis, op, bytes, since, stream, id } = self.entered;
         let seconds = if self.launches { 0.0 } else { since.elapsed().as_secs_f64() };
-        match self.number {
-            Some(number) => trace::collective(op, since, number, bytes),
-            None => trace::since(if self.launches { Category::Operation } else { Category::Wait }, || op, since),
+        match self.of {
+            Of::Group(group, number) => trace::collective(op, since, (group, number), bytes),
+            Of::Rank(rank) => trace::wait_for(rank, op, since),
+            Of::Wait => trace::since(if self.launches { Category::Operation } else { Category::Wait }, || op, since),
         }
         let mut ledger = lock(&LEDGER);
         ledger.under_way.retain(|e| e.id != id);

@@ -42,6 +42,8 @@ pub struct TracedSpan {
     pub end: u64,
     /// The group of a collective, and the number of its call.
     pub call: Option<(String, u64)>,
+    /// The rank that a wait is for, if it is known.
+    pub on: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -79,6 +81,7 @@ struct Args {
     name: String,
     group: Option<String>,
     call: u64,
+    rank: Option<usize>,
 }
 
 /// The events of a file, sorted by rank while they are read.
@@ -132,6 +135,7 @@ impl TracedRank {
                     start: ns(ts),
                     end: ns(ts) + ns(dur),
                     call: args.group.map(|group| (group, args.call)),
+                    on: args.rank,
                 }));
             }
             _ => {}

@@ -250,6 +250,17 @@ pub fn since<N: Into<Cow<'static, str>>>(category: Category, name: impl FnOnce()
     }
 }
 
+/// Records a wait of this thread for world rank `rank` that began at `since` and ends now.
+#[inline]
+pub fn wait_for(rank: usize, name: &'static str, since: Instant) {
+    if is_on() {
+        let took = since.elapsed().as_nanos() as u64;
+        let span = started(Category::Wait, Cow::Borrowed(name), "rank", [rank]);
+        let start = span.start.saturating_sub(took);
+        push(Span { start, ..span });
+    }
+}
+
 /// Records a collective of this thread that began at `since` and ends now: call `number` of a group, with `bytes` of the
 /// caller's buffer.
 #[inline]

@@ -103,7 +103,8 @@ fn each_rank_has_each_kind_of_span(events: &[Event]) {
 
 #[test]
 fn a_traced_run_computes_the_same_and_its_trace_has_the_work_of_all_ranks() {
-    let sets = "job.steps=3 eval.every_steps=2";
+    // Each rank samples its share.
+    let sets = "job.steps=3 eval.every_steps=2 rollout.work_stealing=false";
     let plain = Job::ppo("untraced").on(2).with(sets).done();
     let traced = Job::ppo("traced").on(2).with(sets);
     let ended = traced.clone().with("metrics.trace_steps=[2,9]").run();

@@ -4,7 +4,7 @@ use super::numbers::{short, tick_label, ticks};
 use super::plot::Frame;
 use super::text::{escape, put};
 use super::waits::{RankWaits, StepWaits, overlap};
-use crate::metrics::{Phase, duration, number, percent};
+use crate::metrics::{Phase, duration, percent};
 
 /// The ranks that a timeline shows, and those of the table of who waits for whom.
 const RANKS_MAX: usize = 32;
@@ -24,10 +24,15 @@ fn class(name: &str) -> &'static str {
     known.map_or(others[other], |phase| ["p0", "p1", "p2", "p3", "p4", "p5"][phase])
 }
 
-/// Seconds as a short text.
+/// A time with its unit.
 fn seconds(ns: u64) -> String {
     let s = ns as f64 * 1e-9;
-    if s >= 1.0 { format!("{} s", number(s)) } else { format!("{} ms", number(1e3 * s)) }
+    match ns {
+        0 => "0".to_string(),
+        ..1_000_000 => format!("{:.3} ms", 1e3 * s),
+        ..1_000_000_000 => format!("{:.1} ms", 1e3 * s),
+        _ => format!("{s:.2} s"),
+    }
 }
 
 fn share(ns: u64, of: u64) -> String {
@@ -46,8 +51,8 @@ fn shown(step: &StepWaits) -> Vec<usize> {
 /// The figure of a step.
 pub fn html(step: &StepWaits, title: &str) -> String {
     let ranks = shown(step);
-    let height = 8.0 + ROW * ranks.len() as f64 + 34.0;
-    let frame = Frame { width: 1160.0, height, left: 64.0, right: 1150.0, top: 8.0, bottom: height - 34.0 };
+    let height = 8.0 + ROW * ranks.len() as f64 + 26.0;
+    let frame = Frame { width: 1160.0, height, left: 64.0, right: 1150.0, top: 8.0, bottom: height - 26.0 };
     let label = escape(title);
     let mut out = format!(
         "<figure class=\"wide\"><figcaption><b>{label}</b><span class=\"now\">{}</span>{}</figcaption>\n\
@@ -102,7 +107,7 @@ fn axis(out: &mut String, frame: &Frame, length: u64) {
         put!(out, "<text class=\"tick mid\" x=\"{x}\" y=\"{}\">{label}</text>", frame.bottom + 15.0);
     }
     put!(out, "<path class=\"grid\" d=\"{lines}\"/>");
-    put!(out, "<text class=\"name end\" x=\"{}\" y=\"{}\">{unit}</text>", frame.right, frame.height - 4.0);
+    put!(out, "<text class=\"name end\" x=\"56\" y=\"{}\">{unit}</text>", frame.bottom + 15.0);
 }
 
 /// The bar of a rank. In each column, the height of the color is the share of time in which it computes, and transfers
@@ -207,7 +212,7 @@ fn path(out: &mut String, frame: &Frame, step: &StepWaits, ranks: &[usize]) {
 
 fn path_table(step: &StepWaits) -> String {
     let mut out = String::from(
-        "<table class=\"key\"><tr><th>critical path</th><th>time</th><th>share</th><th>of it transfers and waits</th></tr>",
+        "<table class=\"key\"><tr><th>critical path</th><th>time</th><th>share</th><th>transfers, waits</th></tr>",
     );
     for (name, ns, paused) in step.path_phases() {
         let (colour, name) = (class(&name), escape(&name));
@@ -241,7 +246,7 @@ fn matrix(step: &StepWaits) -> String {
     if !(2..=TABLE_MAX).contains(&count) {
         return String::new();
     }
-    let mut out = String::from("<table class=\"key\"><tr><th>waits for</th>");
+    let mut out = String::from("<table class=\"key\"><tr><th>who waits for whom</th>");
     (0..count).for_each(|rank| put!(out, "<th>rank {rank}</th>"));
     out += "</tr>";
     for (rank, waits) in step.ranks.iter().enumerate() {

@@ -195,6 +195,9 @@ fn pause(rank: usize, traced: &TracedRank, span: &TracedSpan, next: Option<&Trac
             },
         );
     }
+    if let Some(on) = span.on {
+        return until(name, end, Some(on));
+    }
     // The first rank waits until the others have ended their work from a shared queue, and then enters a barrier.
     let barrier = next.filter(|next| next.call.is_some() && next.start <= end + AFTER_QUEUE && name == "queue");
     let entries = barrier.and_then(|next| entries_of(next, calls)).into_iter().flatten();
@@ -246,7 +249,15 @@ mod tests {
         call: Option<(&str, u64)>,
     ) -> TracedSpan {
         let call = call.map(|(group, number)| (group.to_string(), number));
-        TracedSpan { name: name.to_string(), category, lane, start: start * 1_000_000, end: end * 1_000_000, call }
+        TracedSpan {
+            name: name.to_string(),
+            category,
+            lane,
+            start: start * 1_000_000,
+            end: end * 1_000_000,
+            call,
+            on: None,
+        }
     }
 
     fn rank(spans: Vec<TracedSpan>) -> TracedRank {
