@@ -44,6 +44,11 @@ pub enum Finish {
 }
 
 impl Finish {
+    /// The reason with this code, the number that records hold.
+    pub fn from_code(code: u8) -> Option<Self> {
+        [Self::Stop, Self::Length, Self::StopString].into_iter().find(|known| *known as u8 == code)
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -98,6 +103,16 @@ impl SamplingMask {
 
     pub fn is_whole(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// The encoded set.
+    pub fn encoded(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The set that `encoded` returned.
+    pub fn from_encoded(bytes: &[u8]) -> Self {
+        Self(bytes.into())
     }
 
     /// The bytes of the set.

@@ -39,6 +39,14 @@ impl KlController {
         }
     }
 
+    /// Continues with the coefficient that `saved` has reached, if it is adjusted. A fixed one is that of the
+    /// configuration, which may have changed.
+    pub fn resume(&mut self, saved: &Self) {
+        if self.target > 0.0 {
+            (self.beta, self.beta_exact) = (saved.beta, saved.beta_exact);
+        }
+    }
+
     /// beta <- beta (1 + clamp(kl / target - 1, -0.2, 0.2) samples / horizon); a target of 0 keeps beta.
     /// `kl` is the mean per token of a step with `samples` samples.
     pub fn update(&mut self, kl: f64, samples: usize) {

@@ -40,7 +40,7 @@ pub struct Manifest {
     /// data, pipeline, sequence, tensor
     mesh: [usize; 4],
     /// Hash of the resolved configuration.
-    config_hash: String,
+    pub config_hash: String,
     /// RNG, cursors, controllers: all the state that the run needs to resume.
     pub state: Value,
     pub files: Vec<Entry>,

@@ -21,6 +21,6 @@ pub mod vector;
 pub use manifest::Manifest;
 pub use parts::{ModelVectors, vector_name};
 pub use payload::Payload;
-pub use resume::{Checkpoint, find, lacks_files, newest, newest_of, peek, resume};
+pub use resume::{Checkpoint, all, find, lacks_files, newest, newest_of, peek, resume};
 pub use save::{Keep, best_of, repair, save};
 pub use vector::SavedVector;

@@ -41,6 +41,11 @@ fn newest_first(root: &Path) -> impl Iterator<Item = PathBuf> {
     steps(root).into_iter().rev().map(|step| root.join(format!("step-{step}")))
 }
 
+/// The checkpoints of a run whose manifests can be read, newest first. Their other files are not checked.
+pub fn all(root: &Path) -> Vec<Checkpoint> {
+    newest_first(root).filter_map(|dir| Checkpoint::open(&dir).ok()).collect()
+}
+
 /// Finds the checkpoint at the start of a run. Rank 0 removes partial files of a killed run. Then all ranks find the
 /// newest checkpoint that verifies, each hashing its share of the files.
 pub fn resume(root: &Path, group: &Group) -> Result<Option<Checkpoint>> {

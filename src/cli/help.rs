@@ -43,6 +43,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
         &[
             ("report", "an HTML page of runs: curves, phases, memory, samples to read"),
             ("samples", "prompts, responses and scores of a recorded step"),
+            ("replay", "compute a recorded step again: equal to the bit, or where it differs"),
             ("info", "facts about a model; or the build, MPI, GPUs, and the threads of each rank"),
             ("verify", "check a new machine with a job, or compare two computations of a model"),
             ("bench", "speed of this machine compared with its peaks"),
@@ -66,7 +67,7 @@ macro_rules! pages {
 /// The manual in the order of reading: topics, and texts whose first line is `# TITLE`.
 const PAGES: &[(&str, &str)] = pages! {
     "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "families" "evaluation" "metrics" "verify" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "formats"
-    "reproducibility"
+    "reproducibility" "replays"
 };
 
 /// The text of `rlhf-hpc --help`.

@@ -15,6 +15,7 @@ mod model_dirs;
 mod out;
 pub mod plan;
 mod ranks;
+pub mod replay;
 pub mod report;
 pub mod reward;
 pub mod rows;
@@ -32,7 +33,7 @@ pub mod verify;
 use crate::comm::abort;
 use crate::config;
 use crate::error::{Error, Result};
-use crate::metrics::step_file;
+use crate::metrics::step_query;
 use crate::sys::signals;
 use argh::{FromArgs, SubCommands};
 use std::ffi::OsString;
@@ -59,6 +60,7 @@ enum Verb {
     Select(select::Args),
     Export(export::Args),
     Migrate(migrate::Args),
+    Replay(replay::Args),
     Report(report::Args),
     Samples(samples::Args),
     Jobs(jobs::Args),
@@ -77,10 +79,10 @@ pub fn verbs() -> Vec<&'static str> {
 pub fn main(arguments: Vec<impl Into<OsString>>) -> i32 {
     let arguments = texts(arguments.into_iter().map(Into::into).collect());
     if let Ok([verb, rest @ ..]) = arguments.as_deref()
-        && verb == step_file::VERB
+        && verb == step_query::VERB
     {
         signals::release();
-        step_file::serve(rest);
+        step_query::serve(rest);
         return 0;
     }
     let parsed = arguments.and_then(parse);
@@ -227,6 +229,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Logprobs(args) => logprobs::run(&args),
         Verb::Reward(args) => reward::run(&args),
         Verb::Verify(args) => verify::run(&args),
+        Verb::Replay(args) => replay::run(&args),
         // Other offline verbs are the work of one process: under a launcher the other ranks have nothing to do.
         _ if !rows::is_worker() => Ok(()),
         Verb::Init(args) => init::run(&args),

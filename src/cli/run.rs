@@ -85,15 +85,20 @@ fn write_report(dir: &Path) {
 /// The width of the labels in the summary above it.
 const REPORT_COLUMNS: usize = 12;
 
-fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
+fn job(config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()> {
     if world.rank == 0 {
         // Before anything that takes a while.
         Terminal::stderr().title(&format!("{}  {}", config.method().title(), config.job.name));
     }
+    let logs = (!dry_run).then(|| dir.join("logs"));
+    open(config, world, logs.as_deref(), dry_run).and_then(train::run)
+}
+
+/// Opens devices, layout and records of a job. A rank that fails writes to `logs`. All ranks call this.
+pub(super) fn open(mut config: Config, world: World, logs: Option<&Path>, dry_run: bool) -> Result<Run> {
     let limit = config.collective_timeout_s();
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
-    let logs = (!dry_run).then(|| dir.join("logs"));
-    abort::install(&world, logs.as_deref(), limit);
+    abort::install(&world, logs, limit);
     let warning = set_threads(&config, &world);
     let lacks_gpu = if dry_run { gpu::do_without(&mut config, &world)? } else { None };
     let is_asked = config.job.device != DeviceName::Auto;
@@ -112,7 +117,7 @@ fn job(mut config: Config, world: World, dir: &Path, dry_run: bool) -> Result<()
     for warning in warning.into_iter().chain(run.config.unused()) {
         run.recorder.warn(&warning);
     }
-    train::run(run)
+    Ok(run)
 }
 
 /// Sets the threads from the configuration, or from the affinity mask. Returns a warning if the mask is too narrow.

@@ -3,6 +3,7 @@
 use super::limits::{self, ABOVE_0, BYTES, COUNT, FINITE, SAMPLES, TOKENS};
 use super::mesh::{Auto, size};
 use crate::error::{Error, Result};
+use crate::experience::SamplingMask;
 use crate::mesh::Mesh;
 
 table! {
@@ -73,6 +74,12 @@ impl DynamicSampling {
 pub(super) const TEMPERATURE_MIN: f32 = 1e-3;
 
 impl RolloutConfig {
+    /// The largest sampling mask of a model with this vocabulary, if masks are kept.
+    pub fn largest_mask(&self, vocabulary: usize) -> Option<SamplingMask> {
+        let kept = if self.top_k == 0 { vocabulary } else { self.top_k.min(vocabulary) };
+        self.keep_sampling_mask.then(|| SamplingMask::largest(vocabulary, kept))
+    }
+
     /// Whether sampling excludes tokens by their probabilities.
     pub fn truncates(&self) -> bool {
         self.top_k > 0 || self.top_p < 1.0 || self.min_p > 0.0

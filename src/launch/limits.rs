@@ -7,7 +7,7 @@ use crate::device::{Device, cuda};
 use crate::dtype::DType;
 use crate::error::{Error, Result, format_bytes};
 use crate::metrics::rollouts::step_bytes_max;
-use crate::model::{CacheGroup, Transformer};
+use crate::model::{Arch, CacheGroup, Transformer};
 use crate::rollout;
 use crate::rollout::blocks::held_max;
 use crate::rollout::scheduler::cached_tokens_max;
@@ -50,6 +50,8 @@ impl Run {
 
     fn fits_disk(&self, saved_bytes: usize, export: usize, rollout_bytes: u64) -> Result<()> {
         let (checkpoints, metrics, steps) = (&self.config.checkpoint, &self.config.metrics, self.config.job.steps);
+        // A replay saves nothing.
+        let saved_bytes = if self.replay.is_some() { 0 } else { saved_bytes };
         let to_come = |dir: &Path, keep_last, every_steps| {
             // Checkpoints, or files of rollouts.
             let is_of_a_step =
@@ -87,12 +89,14 @@ impl Run {
     }
 
     /// The most bytes of disk space that the rollouts of a step take, with prompts of up to `prompt_tokens` tokens and
-    /// a model with `context` tokens; 0 if none are recorded.
-    pub fn rollout_bytes_max(&self, prompt_tokens: usize, context: usize) -> u64 {
+    /// an actor of this shape; 0 if none are recorded.
+    pub fn rollout_bytes_max(&self, prompt_tokens: usize, arch: &Arch) -> u64 {
         let (rollout, every_steps) = (&self.config.rollout, self.config.metrics.rollouts_every_steps);
         let samples = rollout.prompts_per_step * rollout.samples_per_prompt;
-        let response_tokens = rollout::new_tokens_max(rollout, 0, context);
-        if every_steps == 0 { 0 } else { step_bytes_max(samples, prompt_tokens, response_tokens) }
+        let response_tokens = rollout::new_tokens_max(rollout, 0, arch.context);
+        let mask = rollout.largest_mask(arch.vocabulary).map_or(0, |mask| size_of::<i64>() + mask.bytes());
+        let masks = (samples * response_tokens * mask) as u64;
+        if every_steps == 0 { 0 } else { step_bytes_max(samples, prompt_tokens, response_tokens) + masks }
     }
 }
 

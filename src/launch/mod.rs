@@ -8,6 +8,7 @@ pub mod layout;
 pub mod limits;
 mod offload;
 pub mod ranks;
+pub mod replay;
 mod resolved;
 pub mod run;
 pub mod run_lock;

@@ -4,6 +4,7 @@ use super::gemm::{self, GemmChoice};
 use super::gpu;
 use super::layout::{Count, Expectations, Expected, Layout, StateSwap};
 use super::ranks::Ranks;
+use super::replay::Replay;
 use super::run_lock::{PREPARED, link_prepared, working_dir};
 use super::step_shape::StepShape;
 use crate::comm::{Axes, Group, World};
@@ -51,6 +52,8 @@ pub struct Run {
     pub recorder: Recorder,
     /// Whether to check everything, then stop before the first step.
     pub dry_run: bool,
+    /// The recorded steps that this run computes again, instead of steps of its own.
+    pub replay: Option<Replay>,
     /// Why a dry run of a job for GPUs has none: then it checks everything that needs no device.
     pub lacks_gpu: Option<String>,
     pub started: Instant,
@@ -135,7 +138,6 @@ impl Run {
         };
         let peak_flops = peak_flops(&config, &plan, all);
         let dir = working_dir(&config.job.dir, dry_run);
-        let config_hash = config.hash();
         let recorder = open_records(&config, &dir, all)?;
         if plan.is_tight {
             recorder.warn(TIGHT);
@@ -149,8 +151,8 @@ impl Run {
         }
         Ok(Self {
             runs_ahead: config.mesh.async_updates_max > 0,
+            config_hash: config.hash(),
             config,
-            config_hash,
             dir,
             ranks,
             device,
@@ -160,6 +162,7 @@ impl Run {
             plan,
             recorder,
             dry_run,
+            replay: None,
             lacks_gpu: None,
             started: Instant::now(),
             has_learned: false,

@@ -30,18 +30,25 @@ pub fn working_dir(job_dir: &Path, dry_run: bool) -> PathBuf {
     above.join(format!(".{name}.dry-run"))
 }
 
-/// Links the shards and the hashes of earlier starts into a dry run's directory, so that it can reuse them.
-pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
-    let link = |from: &Path, to: &Path| {
-        let _ = std::fs::remove_file(to);
-        let from = std::path::absolute(from).map_err(|e| Error::io("resolve", from, &e))?;
-        std::os::unix::fs::symlink(from, to).map_err(|e| Error::io("create", to, &e))
-    };
+fn link(from: &Path, to: &Path) -> Result<()> {
+    let _ = std::fs::remove_file(to);
+    let from = std::path::absolute(from).map_err(|e| Error::io("resolve", from, &e))?;
+    std::os::unix::fs::symlink(from, to).map_err(|e| Error::io("create", to, &e))
+}
+
+/// Links the shards of earlier starts into another directory, so that it can reuse them.
+pub(super) fn link_shards(job_dir: &Path, dir: &Path) -> Result<()> {
     let rows = dir.join(PREPARED);
     files::create_dir_all(&rows)?;
     for entry in std::fs::read_dir(job_dir.join(PREPARED)).into_iter().flatten().flatten() {
         link(&entry.path(), &rows.join(entry.file_name()))?;
     }
+    Ok(())
+}
+
+/// Links the shards and the hashes of earlier starts into a dry run's directory.
+pub(super) fn link_prepared(job_dir: &Path, dir: &Path) -> Result<()> {
+    link_shards(job_dir, dir)?;
     // The log is linked, too. Opening it changes nothing, and shows whether it is damaged.
     for name in [INPUTS, "metrics.jsonl"] {
         let from = job_dir.join(name);

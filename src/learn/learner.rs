@@ -1,5 +1,6 @@
 //! A model that learns: its gradients, and its ranges of the optimizer state.
 
+use super::gradient_norms;
 use super::gradient_sum::GradientSum;
 use super::head_pass::Pass;
 use super::non_finite;
@@ -43,6 +44,9 @@ pub struct Learner {
     pub microbatches: Vec<Vec<usize>>,
     /// Measurements of the routers in the minibatch accumulated last, over all ranks.
     pub routers: Sums,
+    /// The norm of each parameter's gradient in the last update, by name, if `measures_norms`.
+    pub norms: Vec<(String, f64)>,
+    pub measures_norms: bool,
     /// The coefficient of the load-balancing loss.
     pub(super) router_loss_coef: f64,
     shards: Shards,
@@ -82,6 +86,8 @@ impl Learner {
             report,
             microbatches,
             routers,
+            norms: Vec::new(),
+            measures_norms: false,
             router_loss_coef: 0.0,
             shards,
             optim,
@@ -150,11 +156,15 @@ impl Learner {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         let _span = trace::span(Category::Pass, "optimizer step", "", || []);
         self.sum.finish();
-        let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
-        let (grad_norm, clip_scale) = zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
+        let grads = &self.sum.grads;
+        let (grad_norm, clip_scale) = self.zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
         if !grad_norm.is_finite() {
             return Err(non_finite::of_gradient(&self.role, &self.sum, &self.zero, axes));
         }
+        if self.measures_norms {
+            self.norms = gradient_norms::by_parameter(&self.role, &self.sum, &self.zero, axes);
+        }
+        let (weights, grads, zero) = (&mut self.role.weights, &self.sum.grads, &mut self.zero);
         zero.buffers_mut().for_each(Buffer::prefetch_mut);
         let update = zero.begin(lr, clip_scale);
         for u in 0..self.shards.updated.units() {

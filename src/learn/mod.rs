@@ -2,6 +2,7 @@
 //! job.
 
 pub mod accumulation;
+pub mod gradient_norms;
 pub mod gradient_sum;
 pub mod head_pass;
 pub mod learner;

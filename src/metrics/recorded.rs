@@ -4,10 +4,11 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::rollouts::{ENDING, step_path, steps_in};
-use super::step_file::{Query, VERB};
 pub use super::step_file::{RecordedSample, RecordedTokens};
+use super::step_query::{Query, VERB};
 use crate::comm::records;
 use crate::error::{Error, Result};
+use crate::experience::Experience;
 use crate::sys::{files, reexec};
 use serde::de::DeserializeOwned;
 
@@ -43,6 +44,17 @@ impl RecordedStep {
     /// The per-token arrays of these samples.
     pub fn tokens(&self, samples: Vec<usize>) -> Result<Vec<RecordedTokens>> {
         self.ask(&Query::Tokens(samples))
+    }
+
+    /// All samples with all that the file holds of them, in their order. `Response::prompt` counts the groups of samples
+    /// of one prompt.
+    pub fn experience(&self) -> Result<Vec<Experience>> {
+        self.ask(&Query::Experience)
+    }
+
+    /// The hash of the configuration of the job that recorded the step.
+    pub fn config_hash(&self) -> Result<String> {
+        self.ask(&Query::ConfigHash)
     }
 
     fn ask<T: DeserializeOwned>(&self, query: &Query) -> Result<T> {

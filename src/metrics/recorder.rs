@@ -22,6 +22,8 @@ pub struct Recorder {
     config: MetricsConfig,
     /// The TOML of the whole job, which TensorBoard shows.
     job: String,
+    /// Whether nothing is shown except bars.
+    is_quiet: bool,
     live: Option<Box<Live>>,
 }
 
@@ -39,7 +41,7 @@ struct Live {
 impl Recorder {
     /// The recorder of all ranks except the first.
     pub fn silent(config: &MetricsConfig) -> Self {
-        Self { config: config.clone(), job: String::new(), live: None }
+        Self { config: config.clone(), job: String::new(), is_quiet: false, live: None }
     }
 
     /// Opens the records of `run_dir`, creating the directory if it is missing, and shows them on `terminal`.
@@ -53,7 +55,7 @@ impl Recorder {
             terminal.warn(&damage);
         }
         let live = Live { metrics, events: None, terminal, run_dir: run_dir.to_owned(), restarts: 0 };
-        Ok(Self { config: config.clone(), job: String::new(), live: Some(Box::new(live)) })
+        Ok(Self { config: config.clone(), job: String::new(), is_quiet: false, live: Some(Box::new(live)) })
     }
 
     /// Shows the keys of a job together with its metrics.
@@ -61,6 +63,11 @@ impl Recorder {
     pub fn of_job(mut self, job: String) -> Self {
         self.job = job;
         self
+    }
+
+    /// From now on shows nothing except bars.
+    pub fn be_quiet(&mut self) {
+        self.is_quiet = true;
     }
 
     /// Removes every record after `step`, and recorded samples that the run no longer keeps. A run that resumes from
@@ -83,7 +90,7 @@ impl Recorder {
 
     /// Shows the rows of the start: [`Terminal::banner`].
     pub fn banner(&mut self, steps: u64, resumed_from: Option<u64>, rows: &[(String, String)]) {
-        if let Some(live) = &mut self.live {
+        if let Some(live) = self.live.as_mut().filter(|_| !self.is_quiet) {
             live.terminal.banner(steps, resumed_from, rows);
         }
     }
@@ -122,7 +129,9 @@ impl Recorder {
         live.warn_of_nonfinite(&line);
         live.begin_events(&self.config, &self.job, u64::MAX)?;
         append(&mut live.metrics, &line)?;
-        show(&live.terminal, &line, live.metrics.curves());
+        if !self.is_quiet {
+            show(&live.terminal, &line, live.metrics.curves());
+        }
         live.events.as_mut().map_or(Ok(()), |events| events.append(&line))
     }
 
@@ -165,13 +174,13 @@ impl Recorder {
     }
 
     pub fn say(&self, text: &str) {
-        if let Some(live) = &self.live {
+        if let Some(live) = self.live.as_ref().filter(|_| !self.is_quiet) {
             live.terminal.say(text);
         }
     }
 
     pub fn warn(&self, text: &str) {
-        if let Some(live) = &self.live {
+        if let Some(live) = self.live.as_ref().filter(|_| !self.is_quiet) {
             live.terminal.warn(text);
         }
     }

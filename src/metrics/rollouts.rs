@@ -29,7 +29,7 @@ use hdf5::types::VarLenUnicode;
 use hdf5::{Group, H5Type, Location};
 
 use crate::error::{Error, Result};
-use crate::experience::Experience;
+use crate::experience::{Experience, Greedy};
 use crate::sys::{files, hdf5_image};
 
 /// The maximum size of the file of a step of `samples` samples with prompts and responses of these lengths. Their texts
@@ -43,8 +43,9 @@ pub fn step_bytes_max(samples: usize, prompt_tokens: usize, response_tokens: usi
 /// The maximum bytes of text per token, on average over a step: about twice what languages need.
 pub const TOKEN_TEXT_BYTES: usize = 8;
 /// Bytes per sample: two offsets, prompt_tokens, score, prompt_id, sample, finish; four strings with HDF5's overhead
-/// for each, label and source of up to 128 bytes together; and the scores of up to four rewards.
-const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1 + 4 * 48 + 128 + 4 * 4;
+/// for each, label and source of up to 128 bytes together; the scores of up to four rewards; score, tokens and finish
+/// of a greedy response; and an offset of sampling masks.
+const SAMPLE_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 4 + 1 + 4 * 48 + 128 + 4 * 4 + 4 + 4 + 1 + 8;
 /// Bytes per file, independent of its contents: HDF5's own tables of groups, datasets and attributes.
 const FILE_BYTES: usize = 48 << 10;
 
@@ -192,6 +193,23 @@ pub(super) const ENVIRONMENT: Array = (
     "parts of the response's text that the environment wrote, as [[first, end], ...] in characters",
 );
 
+/// Only in jobs whose estimator compares with the greedy response to each prompt.
+pub(super) const GREEDY: [Array; 3] = [
+    ("greedy_score", "1", "score of the greedy response to the sample's prompt"),
+    ("greedy_tokens", "tokens", "number of tokens of that response"),
+    ("greedy_finish", "code", "reason why that response ended, as in finish"),
+];
+
+/// Only in jobs that keep sampling masks.
+pub(super) const MASKS: [Array; 2] = [
+    ("sampling_masks", "bytes", "the tokens that a response token was sampled from, compressed; none: all"),
+    (
+        "sampling_mask_offsets",
+        "index",
+        "response token j has sampling_masks[sampling_mask_offsets[j]:sampling_mask_offsets[j + 1]]",
+    ),
+];
+
 type Text = (Array, fn(&Experience) -> &str);
 
 const TEXTS: [Text; 4] = [
@@ -260,7 +278,34 @@ fn write_batch(group: &Group, step: u64, batch: &[Experience]) -> hdf5::Result<(
         let spans = |e: &Experience| string(&serde_json::to_string(e.response.written()).expect("numbers"));
         dataset(group, ENVIRONMENT, batch.iter().map(spans).collect::<hdf5::Result<Vec<_>>>()?.into_iter())?;
     }
+    write_greedy(group, batch)?;
+    write_masks(group, batch)?;
     write_scores(&group.create_group("scores")?, batch)
+}
+
+fn write_greedy(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+    let greedy: Option<Vec<Greedy>> = batch.iter().map(|e| e.greedy).collect();
+    let Some(greedy) = greedy.filter(|all| !all.is_empty()) else { return Ok(()) };
+    let [score, tokens, finish] = GREEDY;
+    dataset(group, score, greedy.iter().map(|greedy| greedy.score))?;
+    dataset(group, tokens, greedy.iter().map(|greedy| greedy.tokens as i32))?;
+    dataset(group, finish, greedy.iter().map(|greedy| greedy.finish as u8))
+}
+
+fn write_masks(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+    if batch.iter().all(|e| e.response.sampling_masks.is_empty()) {
+        return Ok(());
+    }
+    let masks = || batch.iter().flat_map(|e| &e.response.sampling_masks);
+    let mut end = 0;
+    let ends = masks().map(|mask| {
+        end += mask.bytes() as i64;
+        end
+    });
+    let offsets: Vec<i64> = std::iter::once(0).chain(ends).collect();
+    let [bytes, of_tokens] = MASKS;
+    dataset(group, bytes, masks().flat_map(|mask| mask.encoded().iter().copied()))?;
+    dataset(group, of_tokens, offsets.into_iter())
 }
 
 /// An array for each reward that scored any of the samples.

@@ -1,20 +1,18 @@
 //! A file `rollouts/step-N.h5`, read by HDF5 in this process.
 //!
-//! HDF5 trusts its input: a flipped bit can crash it, and zeros can make it loop. So only [`serve`] reads such files,
-//! in a child process of [`super::recorded`].
+//! HDF5 trusts its input: a flipped bit can crash it, and zeros can make it loop. So only `step_query::serve` reads
+//! such files, in a child process of [`super::recorded`].
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
 use hdf5::{File, Group, H5Type};
 
 use super::rollouts::{ENVIRONMENT, group_name};
-use crate::comm::records;
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Spans};
-use crate::sys::{hdf5_image, reexec};
+use crate::sys::hdf5_image;
 use serde::{Deserialize, Serialize};
 
 /// One sample without its per-token arrays.
@@ -48,45 +46,6 @@ pub struct RecordedTokens {
     pub logprobs: Vec<f32>,
     pub kl: Vec<f32>,
     pub advantages: Vec<f32>,
-}
-
-/// A question about a step.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Query {
-    Scores,
-    Samples,
-    /// The arrays of the samples with these indices.
-    Tokens(Vec<usize>),
-}
-
-/// The verb of the child process, which `--help` does not list: `VERB FILE STEP QUERY`.
-pub const VERB: &str = "read-recorded-step";
-
-/// Seconds of processor time for any file, and the bytes that one more second reads. HDF5 reads much faster.
-const CPU_S: u64 = 5;
-const BYTES_PER_S: u64 = 20 << 20;
-/// Memory for any file, and how many times its size is needed in addition: its arrays, their texts, and the answer.
-const BYTES: u64 = 1 << 30;
-const SIZES: u64 = 8;
-
-/// The child process: prints the answer to the query of the command line.
-pub fn serve(arguments: &[String]) {
-    let [path, step, query] = arguments else { return };
-    let size = std::fs::metadata(path).map_or(0, |file| file.len());
-    reexec::limit(CPU_S + size / BYTES_PER_S, BYTES + SIZES * size);
-    let (Ok(step), Ok(query)) = (step.parse(), serde_json::from_str(query)) else { return };
-    let file = StepFile::open(Path::new(path), step);
-    let answer = match query {
-        Query::Scores => records::encode(&file.and_then(|file| file.scores())),
-        Query::Samples => records::encode(&file.and_then(|file| file.samples())),
-        Query::Tokens(samples) => {
-            let tokens = |file: StepFile| samples.iter().map(|i| file.tokens(*i)).collect::<Result<Vec<_>>>();
-            records::encode(&file.and_then(tokens))
-        }
-    };
-    let mut out = std::io::stdout();
-    // The parent misses an answer that it cannot decode.
-    let _ = out.write_all(&answer).and_then(|()| out.flush());
 }
 
 /// A recorded step, open for reading.
@@ -142,11 +101,7 @@ impl StepFile {
             environment: environment.get(i).cloned().unwrap_or_default(),
             score: scores[i],
             scores: parts.iter().map(|(name, values)| (name.clone(), values[i])).collect(),
-            finish: [Finish::Stop, Finish::Length, Finish::StopString]
-                .into_iter()
-                .find(|known| *known as u8 == finish[i])
-                .map_or("unknown", Finish::name)
-                .to_string(),
+            finish: Finish::from_code(finish[i]).map_or("unknown", Finish::name).to_string(),
             prompt_tokens: prompt_tokens[i].max(0) as usize,
             response_tokens: offsets[i + 1].saturating_sub(offsets[i]).max(0) as usize,
         };
@@ -170,15 +125,32 @@ impl StepFile {
         })
     }
 
+    /// The hash of the configuration of the job that recorded the step.
+    pub fn config_hash(&self) -> Result<String> {
+        let read = || self.group.attr("config_hash")?.read_scalar::<VarLenUnicode>();
+        let text = read().map_err(|e| unreadable(&self.path, &e))?;
+        self.text(&text, "config_hash")
+    }
+
+    /// Whether the step has an array. Some are only in some jobs, or in files of newer releases.
+    pub fn has(&self, name: &str) -> bool {
+        self.group.link_exists(name)
+    }
+
+    /// An error about the contents of the file.
+    pub(super) fn wrong(&self, what: &str) -> Error {
+        Error::data(format!("cannot read {}: {what}", self.path.display()))
+    }
+
     /// The scores of each reward.
-    fn parts(&self) -> Result<BTreeMap<String, Vec<f32>>> {
+    pub(super) fn parts(&self) -> Result<BTreeMap<String, Vec<f32>>> {
         let names = self.group.group("scores").and_then(|group| group.member_names());
         let names = names.map_err(|e| unreadable(&self.path, &e))?;
         names.into_iter().map(|name| Ok((name.clone(), self.array(&format!("scores/{name}"))?))).collect()
     }
 
     /// The parts of each response that an environment wrote; nothing if the job had none.
-    fn environment(&self) -> Result<Vec<Spans>> {
+    pub(super) fn environment(&self) -> Result<Vec<Spans>> {
         let name = ENVIRONMENT.0;
         if !self.group.link_exists(name) {
             return Ok(Vec::new());
@@ -189,7 +161,7 @@ impl StepFile {
         self.texts(name)?.into_iter().map(spans).collect()
     }
 
-    fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
+    pub(super) fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {
         let read = self.group.dataset(name).and_then(|set| set.read_raw());
         read.map_err(|e| unreadable(&self.path, &e))
     }
@@ -202,11 +174,13 @@ impl StepFile {
         read.map(|values| values.into_raw_vec_and_offset().0).map_err(|e| unreadable(&self.path, &e))
     }
 
-    fn texts(&self, name: &str) -> Result<Vec<String>> {
-        // HDF5 does not check that its strings are UTF-8.
-        let text = |text: VarLenUnicode| String::from_utf8(text.as_bytes().to_vec());
-        let texts = self.array::<VarLenUnicode>(name)?.into_iter().map(text).collect::<std::result::Result<_, _>>();
-        texts.map_err(|_| Error::data(format!("cannot read {}: a {name} is not UTF-8", self.path.display())))
+    pub(super) fn texts(&self, name: &str) -> Result<Vec<String>> {
+        self.array::<VarLenUnicode>(name)?.iter().map(|text| self.text(text, name)).collect()
+    }
+
+    /// HDF5 does not check that its strings are UTF-8.
+    fn text(&self, text: &VarLenUnicode, name: &str) -> Result<String> {
+        String::from_utf8(text.as_bytes().to_vec()).map_err(|_| self.wrong(&format!("a {name} is not UTF-8")))
     }
 }
 

@@ -2,11 +2,12 @@
 
 use crate::config::Config;
 use crate::config::model::Quantize;
-use crate::data::Rows;
+use crate::data::{Row, RowSource, Rows};
 use crate::dtype::DType;
-use crate::error::format_bytes;
+use crate::error::{Result, format_bytes};
+use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
-use crate::metrics::{count, counted, grouped};
+use crate::metrics::{count, counted, grouped, one_line};
 use crate::train::models::JobModel;
 use std::collections::BTreeMap;
 
@@ -104,4 +105,13 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
         ));
     }
     rows
+}
+
+/// Shows the first row as the model sees it, in a dry run.
+pub(super) fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
+    if run.dry_run {
+        let row = run.ranks.all.agree(source.shown())?;
+        run.recorder.say(&format!("the first row, with the learned parts in ⟦⟧: {}", one_line(&row)));
+    }
+    Ok(())
 }

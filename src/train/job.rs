@@ -1,7 +1,7 @@
 //! The work that every job does around its steps, once for all methods: open, resume, evaluate, stop, checkpoint,
 //! record, export.
 
-use super::about::{about, about_models};
+use super::about::{about, about_models, show_first};
 use super::adapters::Adapters;
 use super::export;
 use super::inputs::{self, Hashed};
@@ -20,8 +20,8 @@ use crate::launch::banner::BannerRows;
 use crate::launch::run::{Run, WeightsFrom};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
+use crate::metrics::Phases;
 use crate::metrics::keys::Metrics;
-use crate::metrics::{Phases, one_line};
 use crate::model::Arch;
 use crate::sys::{self, memory, trace::Category};
 use crate::text::Tokenizer;
@@ -192,15 +192,6 @@ fn open_rows<J: Job>(
     Ok(source)
 }
 
-/// Shows the first row as the model sees it, in a dry run.
-fn show_first<T: Row>(run: &Run, source: &mut RowSource<T>) -> Result<()> {
-    if run.dry_run {
-        let row = run.ranks.all.agree(source.shown())?;
-        run.recorder.say(&format!("the first row, with the learned parts in ⟦⟧: {}", one_line(&row)));
-    }
-    Ok(())
-}
-
 /// Removes the records after `step`, and lists the rows that are not learned from. A dry run has no records.
 fn begin_records(run: &mut Run, rows: &Rows, step: u64) -> Result<()> {
     if run.dry_run {
@@ -277,10 +268,11 @@ impl<J: Job> Inputs<J> {
     }
 }
 
-struct Opened<J> {
-    job: J,
-    state: State,
-    steps: u64,
+/// A job that is ready for its next step.
+pub(super) struct Opened<J> {
+    pub(super) job: J,
+    pub(super) state: State,
+    pub(super) steps: u64,
     arch: Arch,
     warnings: Warnings,
     /// Names of all models that learn, on any rank.
@@ -290,7 +282,7 @@ struct Opened<J> {
 impl<J: Job> Opened<J> {
     /// Checks everything that can cause a job to be rejected, then loads its models or restores them from the newest
     /// checkpoint.
-    fn open(run: &mut Run) -> Result<Self> {
+    pub(super) fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
         let Inputs { arch, tokenizer, mut models, hashed, mut source, steps } = Inputs::<J>::open(run)?;
         let learned: Vec<&str> = models::learned(&models).map(|model| model.spec.role.name()).collect();
@@ -335,7 +327,9 @@ impl<J: Job> Opened<J> {
         resumed.iter().try_for_each(|resumed| resumed.fill(run, &learned, &mut job.learners()))?;
         origin.iter().try_for_each(|origin| origin.fill(run, &mut job.learners()))?;
         if !begins || !state.method.is_null() {
-            let work = resumed.as_ref().and_then(|resumed| resumed.work.as_deref());
+            // A replay computes whole steps.
+            let work = resumed.as_ref().filter(|_| run.replay.is_none());
+            let work = work.and_then(|resumed| resumed.work.as_deref());
             run.ranks.all.agree(job.restore(state.method.clone(), work))?;
         }
         begin_records(run, job.rows(), if only_evaluates { 0 } else { state.step })?;
@@ -366,31 +360,35 @@ impl<J: Job> Opened<J> {
         }
         let adapters = Adapters::new(run, &self.job.learners());
         while !self.is_over(run) {
-            trace::step(run, self.state.step + 1, |run| self.step(run, &adapters))?;
+            trace::step(run, self.state.step + 1, |run| self.whole_step(run, &adapters))?;
         }
         Ok(())
     }
 
-    /// The next step, with its metrics and what is due after it.
-    fn step(&mut self, run: &mut Run, adapters: &Adapters) -> Result<()> {
-        let (number, phases, timers) = (self.state.step + 1, Phases::start(), Timers::start());
-        let mut step = Step { number, phases, timers, lengths: Vec::new() };
-        let made = self.job.step(run, &mut step);
-        self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
-        let mut metrics = match made {
-            Ok(metrics) => metrics,
-            Err(Ended::Failed(error)) => return Err(error),
+    /// The next step, and what is due after it.
+    fn whole_step(&mut self, run: &mut Run, adapters: &Adapters) -> Result<()> {
+        match self.step(run, adapters) {
+            Ok(()) => self.between_steps(run),
+            Err(Ended::Failed(error)) => Err(error),
             Err(Ended::Unfinished { work, took_rows, error }) => {
                 if took_rows {
                     self.take_rows();
                 }
-                let why = match error {
+                Err(match error {
                     Some(error) => self.save_for(run, Some(&work), error),
                     None => self.save(run, Some(&work)).map_or_else(|e| e, |()| run.stopped(self.state.step)),
-                };
-                return Err(why);
+                })
             }
-        };
+        }
+    }
+
+    /// Makes the next step and records its metrics.
+    pub(super) fn step(&mut self, run: &mut Run, adapters: &Adapters) -> std::result::Result<(), Ended> {
+        let (phases, timers) = (Phases::start(), Timers::start());
+        let mut step = Step { number: self.state.step + 1, phases, timers, lengths: Vec::new() };
+        let made = self.job.step(run, &mut step);
+        self.job.learners().into_iter().for_each(|learner| learner.zero.offload());
+        let mut metrics = made?;
         self.take_rows();
         self.state.step = step.number;
         let waited = self.warnings.of_waiting(&run.config, run.reward_wait_s.take(), step.timers.seconds());
@@ -400,8 +398,7 @@ impl<J: Job> Opened<J> {
         }
         metrics.extend(adapters.measure(run, step.number, self.steps, &self.job.learners())?);
         let flops = step_metrics::flops(run, &self.arch, &J::shape(&run.config), &step.lengths);
-        step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?;
-        self.between_steps(run)
+        Ok(step_metrics::record(run, step.number, (&step.phases, &step.timers), metrics, flops)?)
     }
 
     fn between_steps(&mut self, run: &mut Run) -> Result<()> {

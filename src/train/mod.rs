@@ -12,6 +12,7 @@ pub mod models;
 mod origin;
 mod placement;
 mod planned;
+mod replay;
 pub mod sampling;
 pub mod saved;
 pub mod state;
@@ -24,6 +25,7 @@ mod warnings;
 use crate::config::Config;
 use crate::config::mesh::RoleName;
 use crate::error::Result;
+use crate::launch::replay::Update;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::model::{Arch, Head};
@@ -74,6 +76,16 @@ pub fn shape(config: &Config) -> StepShape {
 /// Runs the first steps of a job on a null device, for a plan. Errors are the same as in a run.
 pub fn plan(planned: Planned) -> Result<()> {
     (methods::entry(planned.config).plan)(planned)
+}
+
+/// Computes recorded steps again: `Run::replay` names them. Returns the measurements of each update of the last one.
+pub fn replay(run: Run) -> Result<Vec<Update>> {
+    (methods::entry(&run.config).replay)(run)
+}
+
+/// Whether the work that a checkpoint keeps follows updates of the step that it interrupts.
+pub fn has_updates(work: &[u8]) -> Result<bool> {
+    sampling::Work::has_updates(work)
 }
 
 pub fn run(run: Run) -> Result<()> {

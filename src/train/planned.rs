@@ -152,6 +152,7 @@ fn open(planned: &Planned, size: usize) -> Result<Run> {
         ranks,
         recorder,
         dry_run: false,
+        replay: None,
         lacks_gpu: None,
         started: Instant::now(),
         has_learned: false,

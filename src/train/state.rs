@@ -127,9 +127,13 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
         run.recorder.warn(&format!("skipped an incomplete checkpoint: {skipped}"));
     }
     let saved = &checkpoint.manifest.state;
-    let changes = |text| config_diff::check(text, &run.config, saved["run"]["has_work"] == true);
+    // A replay is meant to compute with other settings.
+    let changes = |text| match run.replay {
+        Some(_) => Ok(Vec::new()),
+        None => config_diff::check(text, &run.config, saved["run"]["has_work"] == true),
+    };
     let known = saved["config"].as_str().map_or(Ok(Vec::new()), changes).and_then(|mut changed| {
-        let (mut state, work) = state_of(learned, &checkpoint, first)?;
+        let (mut state, work) = state_of(learned, &checkpoint, first, run.replay.is_some())?;
         changed.extend(inputs::compare(&mut state.inputs, inputs, run.config.checkpoint.changed_inputs)?);
         Ok((changed, state, work))
     });
@@ -148,7 +152,7 @@ pub fn find(run: &Run, first: &Arch, learned: &[&'static str], inputs: &Inputs) 
 /// Forgets the best evaluation if its checkpoint is lost: it is damaged, or a newer one, now damaged, replaced it.
 /// All ranks call this.
 fn check_best(run: &Run, resumed: &Checkpoint, best: &mut Best) -> Result<()> {
-    let Some(step) = best.step() else { return Ok(()) };
+    let Some(step) = best.step().filter(|_| run.replay.is_none()) else { return Ok(()) };
     let all = &run.ranks.all;
     // Other hosts may still see an older listing.
     let dir: PathBuf = records::of_first(all, || checkpoint::best_of(&run.checkpoints(), step));
@@ -177,7 +181,7 @@ pub fn best(run: &Run, best: &Best, first: &Arch, learned: &[&'static str]) -> R
     let opened = Checkpoint::open(&checkpoint::best_of(&run.checkpoints(), step)).map_err(|e| e.hint(gone));
     let checkpoint = run.ranks.all.agree(opened)?;
     run.ranks.all.agree(checkpoint.verify(&run.ranks.all))?;
-    let (state, work) = run.ranks.all.agree(state_of(learned, &checkpoint, first))?;
+    let (state, work) = run.ranks.all.agree(state_of(learned, &checkpoint, first, false))?;
     Ok(Some(Resumed { checkpoint, state, work }))
 }
 
@@ -202,12 +206,19 @@ impl Resumed {
     }
 }
 
-fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch) -> Result<(State, Option<Vec<u8>>)> {
-    let (state, json) = (read(from)?, &from.manifest.state);
-    if json["roles"] != serde_json::json!(learned) || state.updates.len() != learned.len() {
-        return Err(unusable(from, &format!("it holds {}, but this job trains {learned:?}", json["roles"]))
+fn state_of(learned: &[&str], from: &Checkpoint, first: &Arch, is_replay: bool) -> Result<(State, Option<Vec<u8>>)> {
+    let mut state = read(from)?;
+    let json = &from.manifest.state["roles"];
+    let roles: Vec<String> = serde_json::from_value(json.clone()).unwrap_or_default();
+    let place = |name: &&str| roles.iter().position(|role| role == name);
+    // A replay with another estimator may have no use for the critic.
+    let places: Vec<usize> = learned.iter().filter_map(place).collect();
+    let is_known = places.len() == learned.len() && state.updates.len() == roles.len();
+    if !is_known || roles.len() > learned.len() && !is_replay {
+        return Err(unusable(from, &format!("it holds {json}, but this job trains {learned:?}"))
             .hint("set another job.dir, or use the configuration that the run was saved with"));
     }
+    state.updates = places.into_iter().map(|place| state.updates[place]).collect();
     check_model(from, first)
         .map_err(|e| e.hint("set another job.dir, or set model.actor to the model that the run was started with"))?;
     let work = if state.has_work { Some(from.file("work.bin")?.to_vec()) } else { None };

@@ -10,6 +10,7 @@ use crate::config::mesh::RoleName;
 use crate::data::balance::{self, Cost};
 use crate::data::{Row, RowSource, Rows, SftRow};
 use crate::error::{Error, Kind, Result};
+use crate::launch::replay;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::packed::PackedRow;
@@ -195,6 +196,9 @@ impl<M: Method> Job for Supervised<M> {
             (keys::TOKENS, step.lengths.iter().sum::<usize>() as f64),
             (keys::EPOCH, (step.number * samples as u64) as f64 / source.epoch_rows() as f64),
         ]));
+        if let Some(replay) = &run.replay {
+            replay.note(step.number, || replay::Update::new(all.clone(), [&*learner]));
+        }
         Ok(all)
     }
 

@@ -3,7 +3,7 @@ use std::fs;
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::experience::Experience;
+use rlhf_hpc::experience::{Episode, Experience, Finish, Greedy, SamplingMask};
 use rlhf_hpc::metrics::recorded;
 use rlhf_hpc::metrics::rollouts::{self, TOKEN_TEXT_BYTES, group_name, step_bytes_max, step_path, write};
 use rlhf_hpc::metrics::step_file::StepFile;
@@ -47,6 +47,43 @@ fn a_recorded_step_reads_back_as_samples() {
     assert!(step.tokens(3).is_err());
     let missing = StepFile::open(&step_path(dir.path(), 3), 3).unwrap_err();
     assert!(missing.kind == Kind::Io && missing.message.contains("step-3.h5"), "{missing}");
+}
+
+#[test]
+fn a_recorded_step_reads_back_as_the_experience_that_was_learned_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut all = [(3, 4), (5, 1), (5, 6)].map(|(id, n)| sample(id, n));
+    all[1].response.sample = 0;
+    all[1].scores.remove("number");
+    for (i, sample) in all.iter_mut().enumerate() {
+        let tokens = sample.response.tokens.len();
+        sample.greedy = Some(Greedy { score: 0.25 + i as f32, tokens: 7 + i, finish: Finish::Length });
+        sample.response.sampling_masks = (0..tokens)
+            .map(|t| if t == 1 { SamplingMask::default() } else { SamplingMask::new([t as u32, 300]) })
+            .collect();
+        sample.response.weights = vec![(9, tokens)];
+        sample.mask = if i == 0 { vec![1, 0, 0, 1] } else { vec![1; tokens] };
+        (sample.ref_logprobs, sample.last_value) = (Vec::new(), 0.0);
+        sample.response.experts.clear();
+        sample.response.episode = None;
+    }
+    write(dir.path(), 10, &all, (0, "hash"), 0).unwrap();
+    // Samples count their groups, and tokens of an environment are known from the mask.
+    for (sample, prompt) in all.iter_mut().zip([0, 1, 1]) {
+        sample.response.prompt = prompt;
+        sample.scores = sample.scores.iter().map(|(name, score)| (name.replace('/', "_"), *score)).collect();
+    }
+    all[0].response.episode = Some(Episode { given: std::iter::once(1..3).collect(), ..Episode::default() });
+    let file = || StepFile::open(&step_path(dir.path(), 10), 10).unwrap();
+    assert_eq!(file().experience().unwrap(), all);
+    assert_eq!(file().config_hash().unwrap(), "hash");
+    // A file of an older release has neither greedy responses nor masks.
+    for sample in &mut all {
+        (sample.greedy, sample.response.sampling_masks) = (None, Vec::new());
+    }
+    write(dir.path(), 10, &all, (0, "hash"), 0).unwrap();
+    assert!(!file().has("greedy_score") && !file().has("sampling_masks"), "what a job does not have is not written");
+    assert_eq!(file().experience().unwrap(), all);
 }
 
 #[test]

@@ -21,6 +21,7 @@ mod methods;
 mod outside;
 mod placement;
 mod records;
+mod replay;
 mod rewards;
 mod starts;
 mod traces;

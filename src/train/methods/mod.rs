@@ -19,11 +19,13 @@ pub(super) mod update_metrics;
 use super::job::{self, Job};
 use super::models::ModelSpec;
 use super::planned::{self, Planned};
+use super::replay;
 use super::sampling::online::Online;
 use super::supervised::Supervised;
 use crate::config::Config;
 use crate::config::method::JobKind;
 use crate::error::Result;
+use crate::launch::replay::Update;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 
@@ -33,11 +35,18 @@ pub(super) struct Entry {
     pub shape: fn(&Config) -> StepShape,
     pub plan: fn(Planned) -> Result<()>,
     pub run: fn(Run) -> Result<()>,
+    pub replay: fn(Run) -> Result<Vec<Update>>,
 }
 
 impl Entry {
     fn for_job<J: Job>() -> Self {
-        Self { models: J::models, shape: J::shape, plan: planned::drive::<J>, run: job::run::<J> }
+        Self {
+            models: J::models,
+            shape: J::shape,
+            plan: planned::drive::<J>,
+            run: job::run::<J>,
+            replay: replay::run::<J>,
+        }
     }
 }
 

@@ -85,8 +85,11 @@ impl OnlineMethod for Ppo {
     }
 
     fn restore(&mut self, state: Value) -> Result<()> {
+        let mut kl = self.advantages.kl.clone();
         *self = serde_json::from_value(state)
             .map_err(|e| Error::data(format!("the checkpoint's state is malformed: {e}")))?;
+        kl.resume(&self.advantages.kl);
+        self.advantages.kl = kl;
         Ok(())
     }
 

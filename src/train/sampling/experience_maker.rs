@@ -227,6 +227,25 @@ pub fn score_ahead(
     Ok((samples, values))
 }
 
+/// Recorded `samples` of `step` with scores of these models. Scores in `known` are not computed again. All ranks of the
+/// run call this.
+pub fn score_recorded(
+    run: &Run,
+    models: &mut RolloutModels,
+    collector: &mut Collector,
+    step: u64,
+    samples: Vec<Experience>,
+    known: HashMap<Key, Scored>,
+    phases: &mut Phases,
+) -> Result<Collected> {
+    let mut batch = Batch { samples, ..Batch::new() };
+    // No rank has sent its responses to the reward while it sampled them.
+    models.sampler = None;
+    let _held = hold(&batch.samples);
+    batch.score(0, |samples| score(run, models, collector, samples, step, phases));
+    batch.finish(run, collector, None, known, phases)
+}
+
 /// The mean age, in updates, of the weights that sampled the tokens of `step`.
 fn lag(step: u64, responses: &[Response]) -> f64 {
     let runs = || responses.iter().flat_map(|response| &response.weights);

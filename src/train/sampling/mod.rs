@@ -9,6 +9,7 @@ mod judges;
 mod models_of_rank;
 pub(super) mod online;
 mod planned_responses;
+mod recorded_step;
 mod reward_models;
 mod rollout;
 mod rollout_banner;
@@ -18,4 +19,4 @@ mod scores;
 mod shares;
 mod weight_sync;
 
-pub(super) use models_of_rank::Sampling;
+pub(super) use models_of_rank::{Sampling, Work};

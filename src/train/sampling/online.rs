@@ -14,6 +14,7 @@ use crate::data::{PromptSource, RowKind, Rows};
 use crate::error::{Error, Result};
 use crate::experience::{Experience, Prompt};
 use crate::launch::banner::BannerRows;
+use crate::launch::replay;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
@@ -168,7 +169,7 @@ impl<M: OnlineMethod> Job for Online<M> {
 
     fn needs(run: &Run, arch: &Arch, rows: &Rows) -> BannerRows {
         let mut needs = BannerRows {
-            rollouts: run.rollout_bytes_max(rows.longest(), arch.context),
+            rollouts: run.rollout_bytes_max(rows.longest(), arch),
             about: vec![("rewards".to_string(), rollout_banner::rewards(&run.config))],
             notes: rollout_banner::notes(run),
         };
@@ -267,8 +268,12 @@ impl<M: OnlineMethod> Online<M> {
             _ => Vec::new(),
         };
         sampling.collector.lengths_skipped = method.lengths_skipped();
-        let Rounds { samples: mut experience, dropped, response_tokens, values: measured, .. } =
-            sampling.collect(run, step, &finished)?;
+        let rounds = if run.replay.is_some() {
+            sampling.recorded(run, step)?
+        } else {
+            sampling.collect(run, step, &finished)?
+        };
+        let Rounds { samples: mut experience, dropped, response_tokens, values: measured, .. } = rounds;
         let (mut values, kl_beta) = method.prepare(run, sampling, step.number, &mut experience)?;
         let shown = run.recorder.samples(step.number, &experience);
         run.ranks.together.agree(shown)?;
@@ -301,6 +306,7 @@ impl<M: OnlineMethod> Online<M> {
         // Counted in the batch, because the configuration may have changed since the batch was saved.
         let per_epoch = work.experience.len().div_ceil(size);
         let total = epochs * per_epoch;
+        let total = run.replay.as_ref().map_or(total, |replay| replay.updates_of(step.number, total));
         let bar = run.recorder.phase(Phase::Train.name(), total as u64);
         bar.set_position(work.minibatches as u64);
         while work.minibatches < total {
@@ -324,6 +330,10 @@ impl<M: OnlineMethod> Online<M> {
                 for key in update_metrics::COMPARED {
                     found.0.remove(*key);
                 }
+            }
+            if let Some(replay) = &run.replay {
+                let learners = sampling.actor.iter().chain(&sampling.critic);
+                replay.note(step.number, || replay::Update::new(M::metrics(run, &found), learners));
             }
             work.sums.add(&found);
             work.minibatches += 1;

@@ -19,9 +19,7 @@ pub struct PlannedResponses {
 impl PlannedResponses {
     /// The responses on a null device. `None` on a real device.
     pub fn new(config: &RolloutConfig, arch: &Arch) -> Option<Self> {
-        let kept = if config.top_k == 0 { usize::MAX } else { config.top_k };
-        let largest = || SamplingMask::largest(arch.vocabulary, kept.min(arch.vocabulary));
-        let planned = || Self { context: arch.context, largest_mask: config.keep_sampling_mask.then(largest) };
+        let planned = || Self { context: arch.context, largest_mask: config.largest_mask(arch.vocabulary) };
         null::is_active().then(planned)
     }
 
