@@ -76,7 +76,7 @@ impl Error {
     pub fn io(action: &str, path: impl AsRef<Path>, source: &std::io::Error) -> Self {
         if source.get_ref().is_some_and(<dyn std::error::Error + Send + Sync>::is::<LfsPointer>) {
             return Self::data(format!("{}: {source}", path.as_ref().display())).hint(
-                "run `git lfs pull` in its directory, or download it again with `hf download ORG/NAME --local-dir DIR`",
+                "run `git lfs pull` in its directory, or use ORG/NAME from the Hugging Face cache, which `rlhf-hpc download ORG/NAME` fills",
             );
         }
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.as_ref().display()))

@@ -15,7 +15,7 @@
 //! | 3 | `tensor` |
 //! | 2 | `device` |
 //! | 1 | `sys` |
-//! | 0 | `config` `mesh` `experience` `dtype` `error` `rng` `url` |
+//! | 0 | `config` `mesh` `experience` `dtype` `error` `hub` `rng` `url` |
 
 pub mod advantage;
 pub mod checkpoint;
@@ -27,6 +27,7 @@ pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod experience;
+pub mod hub;
 pub mod launch;
 pub mod learn;
 pub mod loss;

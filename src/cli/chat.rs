@@ -1,6 +1,7 @@
 //! `rlhf-hpc chat`: a conversation with a model through its chat template.
 
 use super::device::Options;
+use super::hub;
 use super::out::note;
 use super::rows::{Row, object};
 use super::talk::Talk;
@@ -22,11 +23,11 @@ use std::path::PathBuf;
 )]
 pub struct Args {
     /// a Hugging Face model directory with a chat template
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub model: PathBuf,
 
     /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub adapter: Option<PathBuf>,
 
     /// the system message

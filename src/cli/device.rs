@@ -9,6 +9,7 @@ use crate::config::model::{DTypeName, ModelConfig};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
+use crate::launch::snapshots;
 use crate::model::{Head, unapplied_sampling};
 
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +69,7 @@ pub fn open(
         rollout,
         ..Config::default()
     };
+    ranks.agree(snapshots::compare(&ranks.world, &config.snapshots()))?;
     let opened = InferenceModel::open(config, head, &ranks.world).map_err(with_option_names);
     let inference = ranks.agree(opened)?;
     let each = if ranks.world.size > 1 { format!("{} ranks, the first on ", ranks.world.size) } else { String::new() };

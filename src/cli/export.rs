@@ -1,6 +1,7 @@
 //! `rlhf-hpc export`: a Hugging Face directory, or an adapter, from a checkpoint of a run; and a model with its adapter
 //! merged.
 
+use super::hub;
 use super::model_dirs::ModelDirs;
 use super::out::{self, note};
 use crate::checkpoint::{Checkpoint, ModelVectors, newest};
@@ -32,7 +33,7 @@ use std::sync::Arc;
 pub struct Args {
     /// a checkpoint (runs/a/checkpoints/step-50), a run directory for its newest complete checkpoint, or with --adapter
     /// a model directory
-    #[argh(positional)]
+    #[argh(positional, from_str_fn(hub::model))]
     pub source: PathBuf,
 
     /// output directory
@@ -44,7 +45,7 @@ pub struct Args {
     pub force: bool,
 
     /// a directory with a LoRA adapter (PEFT), which is merged into the model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub adapter: Option<PathBuf>,
 
     /// merge the adapters of a checkpoint into their base model

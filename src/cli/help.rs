@@ -29,6 +29,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
     (
         "Models",
         &[
+            ("download", "a model or data set of the Hugging Face Hub, into the local cache"),
             ("init", "make a model with random weights from a config.json, or like another one"),
             ("generate", "responses of a model to rows of prompts, or to one prompt"),
             ("chat", "talk to a model through its chat template"),
@@ -66,7 +67,7 @@ macro_rules! pages {
 
 /// The manual in the order of reading: topics, and texts whose first line is `# TITLE`.
 const PAGES: &[(&str, &str)] = pages! {
-    "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "families" "evaluation" "metrics" "verify" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "formats"
+    "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "hub" "families" "evaluation" "metrics" "verify" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "formats"
     "reproducibility" "replays"
 };
 

@@ -2,6 +2,7 @@
 
 mod model;
 
+use super::hub;
 use super::out::{note, say};
 use super::rows;
 use crate::comm::nccl::Nccl;
@@ -25,7 +26,7 @@ use std::path::PathBuf;
 #[argh(subcommand, name = "info")]
 pub struct Args {
     /// model directory to describe
-    #[argh(positional)]
+    #[argh(positional, from_str_fn(hub::model))]
     model: Option<PathBuf>,
     /// only print a Markdown table of each CUDA kernel's registers, shared and local memory: from the GPU's driver, or
     /// without a GPU from the compiler

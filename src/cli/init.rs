@@ -1,5 +1,6 @@
 //! `init`: a model directory with random weights, to train from scratch.
 
+use super::hub;
 use super::out::{self, note};
 use super::tokenizer;
 use crate::error::{Error, Result};
@@ -29,7 +30,7 @@ pub struct Args {
     tiny: bool,
     /// directory whose tokenizer files are copied; a tiny model gets its vocabulary, and another one must have room for
     /// it
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     tokenizer: Option<PathBuf>,
     /// directory to write
     #[argh(option)]
@@ -92,7 +93,7 @@ fn read(path: &Path) -> Result<Map<String, Value>> {
 
 /// The config.json of a model like another one. With `is_tiny`, the name of a family means the family.
 fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Result<Map<String, Value>> {
-    let (dir, vocabulary) = (Path::new(like), tokenizer.map_or(tiny::VOCABULARY, Tokenizer::vocabulary));
+    let (dir, vocabulary) = (hub::model_dir(like), tokenizer.map_or(tiny::VOCABULARY, Tokenizer::vocabulary));
     let is_dir = dir.exists() || like.contains('/');
     let mut config = match Family::named_or_inside(like) {
         Ok(family) if is_tiny => tiny::of_family(family, vocabulary),
@@ -102,7 +103,7 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
         }
         Err(error) if !is_dir => return Err(error.within("--like")),
         _ => {
-            let arch = Arch::load(dir)?;
+            let arch = Arch::load(&dir)?;
             if is_tiny { tiny::scaled(&arch, vocabulary) } else { arch.source }
         }
     };

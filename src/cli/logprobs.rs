@@ -1,6 +1,7 @@
 //! `rlhf-hpc logprobs`: log-probabilities of rows of tokens.
 
 use super::device::Options;
+use super::hub;
 use super::ranks::Ranks;
 use super::rows::{self, Row};
 use super::scores::{ScoredRow, Scoring};
@@ -25,15 +26,15 @@ use std::path::PathBuf;
 With a response, logprobs has one number for each of its tokens, and tokens lists them.")]
 pub struct Args {
     /// a Hugging Face model directory
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub model: PathBuf,
 
     /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub adapter: Option<PathBuf>,
 
     /// rows as JSON lines; - is standard input
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::rows))]
     pub input: PathBuf,
 
     /// text prompts are a user's message in the chat template (default: as in the job that exported the model)

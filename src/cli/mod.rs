@@ -3,9 +3,11 @@
 pub mod bench;
 pub mod chat;
 mod device;
+pub mod download;
 pub mod export;
 pub mod generate;
 mod help;
+mod hub;
 pub mod info;
 pub mod init;
 pub mod jobs;
@@ -59,6 +61,7 @@ enum Verb {
     Reward(reward::Args),
     Select(select::Args),
     Export(export::Args),
+    Download(download::Args),
     Migrate(migrate::Args),
     Replay(replay::Args),
     Report(report::Args),
@@ -237,6 +240,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Tokenizer(args) => tokenizer::run(&args),
         Verb::Select(args) => select::run(&args),
         Verb::Export(args) => export::run(&args),
+        Verb::Download(args) => download::run(&args),
         Verb::Migrate(args) => migrate::run(&args),
         Verb::Report(args) => report::run(&args),
         Verb::Samples(args) => samples::run(&args),

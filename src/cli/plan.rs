@@ -1,5 +1,6 @@
 //! `plan`: memory and time of a job before it runs.
 
+use super::hub;
 use super::out::{note, say};
 use crate::comm::{self, Group, World, records};
 use crate::config::job::{DeviceName, Gemm};
@@ -42,7 +43,7 @@ pub struct Args {
     #[argh(option, default = "25.0")]
     network_gb_s: f64,
     /// directory with a reward model's config.json (default: the first of reward.models)
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     reward_model: Option<PathBuf>,
     /// expected tokens per prompt (default: from the job's data, else data.prompt_tokens_max)
     #[argh(option)]
@@ -78,6 +79,7 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         config.job.gemm = Gemm::Exact;
     }
     check(&config)?;
+    config.notes.iter().filter(|_| world.rank == 0).for_each(|text| note!("note: {text}"));
     if let Some(warning) = config.unused().filter(|_| world.rank == 0) {
         note!("warning: {warning}");
     }

@@ -1,6 +1,7 @@
 //! `rlhf-hpc reward`: scores by a reward model.
 
 use super::device::Options;
+use super::hub;
 use super::model_dirs::ModelDirs;
 use super::out::note;
 use super::ranks::Ranks;
@@ -30,15 +31,15 @@ use std::sync::Once;
 )]
 pub struct Args {
     /// the Hugging Face directory of a reward model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub model: PathBuf,
 
     /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub adapter: Option<PathBuf>,
 
     /// rows as JSON lines; - is standard input
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::rows))]
     pub input: PathBuf,
 
     /// subtract the mean and divide by the standard deviation in config.json

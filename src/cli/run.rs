@@ -8,7 +8,7 @@ use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
 use crate::launch::run::Run;
-use crate::launch::{gpu, run_lock};
+use crate::launch::{gpu, run_lock, snapshots};
 use crate::metrics::Terminal;
 use crate::{plan, train};
 use argh::FromArgs;
@@ -35,6 +35,10 @@ pub fn run(args: &Args) -> Result<()> {
     let group = world.group();
     let loaded = config::load(&args.job, &args.overrides).and_then(|config| config.check().map(|()| config));
     let outcome = group.agree(loaded).and_then(|mut config| {
+        snapshots::compare(&world, &config.snapshots())?;
+        if world.rank == 0 {
+            config.notes.iter().for_each(|text| note!("note: {text}"));
+        }
         train::saved::locate(&mut config, &group);
         start(config, world, args.dry_run)
     });

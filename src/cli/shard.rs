@@ -1,5 +1,6 @@
 //! `rlhf-hpc shard`: converts files of rows to a memory-mapped token shard, or verifies shards with their hashes.
 
+use super::hub;
 use super::out::{self, note};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -23,11 +24,11 @@ use crate::text::Tokenizer;
 #[allow(clippy::struct_excessive_bools)]
 pub struct Args {
     /// JSONL or Parquet files, or folders of save_to_disk; with --verify: prefixes of shards
-    #[argh(positional)]
+    #[argh(positional, from_str_fn(hub::rows))]
     pub input: Vec<PathBuf>,
 
     /// directory with tokenizer.json
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub tokenizer: Option<PathBuf>,
 
     /// output prefix: writes PREFIX.bin, PREFIX.idx, PREFIX.json, PREFIX.meta.*

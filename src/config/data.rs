@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::limits::{COUNT, TOKENS, check_weights};
 use super::reward::{FromWord, one_or_many};
 use crate::error::{Error, Result};
+use crate::hub;
 
 /// The treatment of a prompt with more than `prompt_tokens_max` tokens. The ledger always counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
@@ -128,12 +129,17 @@ impl DataConfig {
         self.chat_template.then_some(&self.chat_template_args)
     }
 
-    /// Puts relative paths under `dir`, the directory of the job file.
+    /// Puts relative paths under `dir`, the directory of the job file. Names of the Hub become paths in the cache.
     pub fn relative_to(&mut self, dir: &Path) {
-        let of_sets = self.eval_sets.iter_mut().flat_map(|set| &mut set.prompts);
-        for path in self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files).chain(of_sets) {
-            *path = dir.join(path.as_str()).display().to_string();
+        for path in self.sources() {
+            *path = hub::rows_path(dir, path).display().to_string();
         }
+    }
+
+    /// All files and shards.
+    pub(super) fn sources(&mut self) -> impl Iterator<Item = &mut String> {
+        let of_sets = self.eval_sets.iter_mut().flat_map(|set| &mut set.prompts);
+        self.prompts.iter_mut().chain(&mut self.pretrain).chain(&mut self.split.eval_files).chain(of_sets)
     }
 
     /// Files and shards of prompts, including those of sets.

@@ -5,6 +5,7 @@ use super::aliases::{elsewhere, nearest};
 use super::effect::is_within;
 use super::{Config, flat, values, verl};
 use crate::error::{Error, Result};
+use crate::hub;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
@@ -75,7 +76,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
         // A run wrote this file and listed all keys, so nothing shows which ones the user set.
         keys_given.clear();
     }
-    let mut mistakes = Vec::new();
+    let (mut mistakes, mut notes) = (Vec::new(), Vec::new());
     let place = |path: &[&str]| place_of(places.get_ref(), path).unwrap_or(0);
     check(&mut table, &known, &mut Vec::new(), &mut |path, mistake| mistakes.push((place(path), mistake)));
     mistakes.sort_by_key(|(place, _)| *place);
@@ -83,7 +84,8 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
         mistakes.into_iter().map(|(place, mistake)| mistake.within(line_at(text, place))).collect();
     for item in overrides {
         let mut given = Table::new();
-        if let Err(mistake) = apply(&mut given, item, here).and_then(|()| apply(&mut table, item, here)) {
+        let mut apply = |table: &mut Table| apply(table, item, here, &mut notes);
+        if let Err(mistake) = apply(&mut given).and_then(|()| apply(&mut table)) {
             mistakes.push(mistake);
             continue;
         }
@@ -109,7 +111,7 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     config.fill_defaults();
     keys_given.sort_unstable();
     keys_given.dedup();
-    config.given = keys_given;
+    (config.given, config.notes) = (keys_given, notes);
     Ok(config)
 }
 
@@ -220,15 +222,26 @@ const PATHS: [&str; 17] = [
     "reward.judge.dir",
 ];
 
-/// The value with paths relative to `here`; in tables only the paths in `file`, `dir` and `prompts`.
-fn from_here(value: Value, here: &Path) -> Value {
+/// The value of `key` with paths relative to `here`; in tables only the paths in `file`, `dir` and `prompts`. Names of
+/// the Hub become directories of the cache.
+fn from_here(key: &str, value: Value, here: &Path, notes: &mut Vec<String>) -> Value {
     match value {
-        Value::String(path) if !path.is_empty() => Value::String(here.join(path).display().to_string()),
-        Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(one, here)).collect()),
+        Value::String(path) if !path.is_empty() => {
+            let full = match key.split('.').next() {
+                Some("data") => hub::rows_path(here, &path),
+                Some("model") => hub::model_dir(here, Path::new(&path), notes),
+                _ if key.starts_with("reward.models") || key.starts_with("reward.judge") => {
+                    hub::model_dir(here, Path::new(&path), notes)
+                }
+                _ => here.join(path),
+            };
+            Value::String(full.display().to_string())
+        }
+        Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(key, one, here, notes)).collect()),
         Value::Table(table) => {
-            let of = |(key, value): (String, Value)| match key.as_str() {
-                "file" | "dir" | "prompts" => (key, from_here(value, here)),
-                _ => (key, value),
+            let of = |(name, value): (String, Value)| match name.as_str() {
+                "file" | "dir" | "prompts" => (name, from_here(key, value, here, notes)),
+                _ => (name, value),
             };
             Value::Table(table.into_iter().map(of).collect())
         }
@@ -237,7 +250,7 @@ fn from_here(value: Value, here: &Path) -> Value {
 }
 
 /// Sets `a.b.c=value`. The value is TOML, or a plain string if it does not parse as TOML. A path is relative to `here`.
-fn apply(table: &mut Table, item: &str, here: &Path) -> Result<()> {
+fn apply(table: &mut Table, item: &str, here: &Path, notes: &mut Vec<String>) -> Result<()> {
     let Some((path, raw)) = item.split_once('=') else {
         return Err(Error::usage(format!("override `{item}` has no `=`"))
             .hint("write key.path=value, e.g. optim.actor.lr=3e-6"));
@@ -248,7 +261,7 @@ fn apply(table: &mut Table, item: &str, here: &Path) -> Result<()> {
         .filter(|t| t.len() == 1)
         .and_then(|mut t| t.remove("v"))
         .unwrap_or_else(|| Value::String(raw.to_string()));
-    let value = if PATHS.contains(&path.trim()) { from_here(value, here) } else { value };
+    let value = if PATHS.contains(&path.trim()) { from_here(path.trim(), value, here, notes) } else { value };
     let mut keys: Vec<&str> = path.split('.').map(str::trim).collect();
     if keys.iter().any(|key| key.is_empty()) {
         return Err(

@@ -98,6 +98,9 @@ macro_rules! config {
             /// The paths of the keys that the job file or an override sets, for `unused`.
             #[serde(skip)]
             pub given: Vec<String>,
+            /// Lines about names of models that are directories here, and repositories in the cache.
+            #[serde(skip)]
+            pub notes: Vec<String>,
         }
 
         /// The tables of a job that hold numbers, with their ranges.

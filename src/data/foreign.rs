@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::error::{Error, Result};
+use crate::hub::{self, Kind};
 
 /// Formats by the ends of names.
 const NAMES: [(&str, &str); 13] = [
@@ -85,12 +86,5 @@ pub(super) fn is_json(path: &Path) -> bool {
 
 /// Adds the command that downloads a data set to the error for a file that does not exist.
 pub(super) fn missing(path: &Path, error: Error) -> Error {
-    let mut parts = path.components().rev().map(|part| part.as_os_str().to_string_lossy());
-    let (Some(name), Some(owner)) = (parts.next(), parts.next()) else { return error };
-    let is_word = |word: &str| word.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c)) && !word.starts_with('.');
-    if path.exists() || !is_word(&name) || !is_word(&owner) || owner.is_empty() {
-        return error;
-    }
-    let (id, dir) = (format!("{owner}/{name}"), &*name);
-    error.also(&format!("download a data set of the Hub: hf download --repo-type dataset {id} --local-dir {dir}"))
+    if path.exists() { error } else { hub::explain(path, Kind::Dataset, error) }
 }

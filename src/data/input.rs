@@ -14,6 +14,7 @@ use super::foreign;
 use super::json::{JsonRows, ROW_BYTES_MAX, without_bom, without_nan};
 use super::shard;
 use crate::error::{Error, Result};
+use crate::hub::{self, Kind};
 use crate::text::kind_of;
 
 /// Lines handed out at once: enough for the parsing threads, and not too many for the memory.
@@ -36,8 +37,13 @@ pub fn input_files(path: &Path) -> Result<Vec<InputFile>> {
 /// Rejects an entry that is neither a shard nor a file of rows.
 pub(super) fn check_entry(name: &str) -> Result<()> {
     let path = Path::new(name);
+    if name.starts_with(hub::SCHEME) {
+        let rule = format!("{name} is not in the Hugging Face cache");
+        let form = "write a data set of the Hub as hf://ORG/NAME[@REVISION][/FOLDER]";
+        return Err(hub::explain(path, Kind::Dataset, Error::data(rule).hint(form)));
+    }
     if is_rows(path) && !path.exists() {
-        return Err(Error::data(format!("{name} does not exist")).hint("check data.prompts"));
+        return Err(foreign::missing(path, Error::data(format!("{name} does not exist")).hint("check data.prompts")));
     }
     if is_rows(path) || shard::files(path).any(|(_, file)| file.exists()) {
         return Ok(());

@@ -13,4 +13,5 @@ mod resolved;
 pub mod run;
 pub mod run_lock;
 mod self_test;
+pub mod snapshots;
 pub mod step_shape;

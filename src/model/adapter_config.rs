@@ -5,6 +5,7 @@ use super::naming::Naming;
 use super::tuning::{Origin, Param, Tuning, module_of};
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, Patterns};
 use crate::error::{Error, Result};
+use crate::hub::{Kind, Repository};
 use crate::sys::files::read_object;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -119,10 +120,13 @@ impl AdapterConfig {
         Self::from_json(&object).map_err(|e| e.within(dir.display()))
     }
 
-    /// The directory of the base model, if it is one: as given, or from the directory of the adapter.
+    /// The directory of the base model, if it is one: as given, from the directory of the adapter, or in the Hugging
+    /// Face cache.
     pub fn base_dir(&self, adapter: &Path) -> Option<PathBuf> {
-        let base = Path::new(self.base.as_deref()?);
-        [base.to_path_buf(), adapter.join(base)].into_iter().find(|dir| dir.join("config.json").is_file())
+        let name = self.base.as_deref()?;
+        let is_model = |dir: &PathBuf| dir.join("config.json").is_file();
+        let local = [PathBuf::from(name), adapter.join(name)].into_iter().find(is_model);
+        local.or_else(|| Repository::parse(name, Kind::Model)?.cached().filter(is_model))
     }
 
     pub(super) fn from_json(object: &Map<String, Value>) -> Result<Self> {

@@ -2,6 +2,7 @@
 
 use super::naming::Naming;
 use crate::error::{Error, Result};
+use crate::hub::{self, Kind};
 use crate::sys::files::{self, read_object};
 use crate::sys::map::Map;
 use safetensors::tensor::{Dtype, Metadata, SafeTensorError, SafeTensors};
@@ -183,8 +184,14 @@ fn weight_map<'a>(
 /// The error for a path that is not a model directory: what it is instead, and a hint.
 pub(super) fn no_model(dir: &Path) -> Error {
     other_kind(dir).unwrap_or_else(|| {
-        Error::data(format!("{} has no config.json", dir.display())).hint("use a Hugging Face model directory")
+        let error = Error::data(format!("{} has no config.json", dir.display()));
+        incomplete(dir, error.hint("use a Hugging Face model directory"))
     })
+}
+
+/// Adds the command that completes a snapshot to the error for a missing file, if `dir` is one.
+fn incomplete(dir: &Path, error: Error) -> Error {
+    if hub::snapshot_of(dir).is_some() { hub::explain(dir, Kind::Model, error) } else { error }
 }
 
 /// The error for a path that is something else than a model directory, such as a run or an adapter.
@@ -227,9 +234,9 @@ pub fn other_kind(dir: &Path) -> Option<Error> {
         return None;
     }
     let what = if dir.exists() { "is not a directory" } else { "does not exist" };
-    Some(Error::data(format!("{shown} {what}")).hint(
-        "use a Hugging Face model directory; to download one from the Hub, run `hf download ORG/NAME --local-dir DIR`",
-    ))
+    let error = Error::data(format!("{shown} {what}"))
+        .hint("use a Hugging Face model directory, or ORG/NAME of a model in the Hugging Face cache");
+    Some(if dir.exists() { error } else { hub::explain(dir, Kind::Model, error) })
 }
 
 fn no_safetensors(dir: &Path) -> Error {
@@ -246,8 +253,11 @@ fn no_safetensors(dir: &Path) -> Error {
                  M.from_pretrained('{dir}').save_pretrained('{dir}')\""
             ))
         }
-        (None, None) => Error::data(format!("{} has no {SINGLE} and no {INDEX}", dir.display()))
-            .hint("use a Hugging Face model directory with safetensors files"),
+        (None, None) => {
+            let error = Error::data(format!("{} has no {SINGLE} and no {INDEX}", dir.display()));
+            let hint = "use a Hugging Face model directory with safetensors files";
+            incomplete(dir, error.hint(hint))
+        }
     }
 }
 

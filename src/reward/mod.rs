@@ -11,7 +11,7 @@ pub mod pool;
 mod python;
 mod reply;
 pub mod rules;
-mod tls;
+pub mod tls;
 
 pub use mixture::{RewardOutput, Scored};
 pub use pool::{Lookup, Notes, RewardContext};

@@ -13,6 +13,7 @@ use super::growth;
 use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
+use crate::hub::{self, Kind};
 use crate::sys::{files, patterns, sandbox, stderr};
 use tokenizers::models::wordlevel::WordLevel;
 
@@ -378,8 +379,9 @@ fn no_tokenizer(dir: &Path) -> Error {
              PATTERN (`pat_str`) and the special tokens in the order of their ids are in the model's Python files",
         );
     }
-    Error::data(format!("{} has no tokenizer.json", dir.display()))
-        .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)")
+    let error = Error::data(format!("{} has no tokenizer.json", dir.display()))
+        .hint("save it with `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)` (a fast tokenizer)");
+    if hub::snapshot_of(dir).is_some() { hub::explain(dir, Kind::Model, error) } else { error }
 }
 
 fn hashed(parts: &[&[u8]]) -> String {

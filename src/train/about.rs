@@ -5,11 +5,13 @@ use crate::config::model::Quantize;
 use crate::data::{Row, RowSource, Rows};
 use crate::dtype::DType;
 use crate::error::{Result, format_bytes};
+use crate::hub::{self, Kind};
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::metrics::{count, counted, grouped, one_line};
 use crate::train::models::JobModel;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 /// Rows of the banner: use of the data, shape of the steps, learning rates.
 pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64) -> Vec<(String, String)> {
@@ -35,12 +37,12 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
         String::new()
     };
     let row = |label: &str, value: String| (label.to_string(), value);
-    let rows = row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"));
+    let mut about = vec![row("rows", format!("{kept} train, {held_out} held out, {filtered} filtered{by_rule}"))];
+    about.extend(snapshots(config).map(|text| row("", text)));
     if shape.trained == 0 {
-        return vec![rows];
+        return about;
     }
-    vec![
-        rows,
+    about.extend([
         row(
             "per step",
             format!(
@@ -52,7 +54,14 @@ pub(super) fn about(config: &Config, shape: &StepShape, rows: &Rows, steps: u64)
             ),
         ),
         row("lr", rates.collect::<Vec<_>>().join("; ")),
-    ]
+    ]);
+    about
+}
+
+/// The snapshots of the Hugging Face cache that rows are from.
+fn snapshots(config: &Config) -> impl Iterator<Item = String> {
+    let of_data = |path: &&PathBuf| hub::snapshot_of(path).is_some_and(|(found, _)| found.kind == Kind::Dataset);
+    config.snapshots().iter().filter(of_data).map(|path| hub::describe(path)).collect::<BTreeSet<_>>().into_iter()
 }
 
 /// Rows of the banner about the models: their sizes, what of them trains, and the frozen base that they share.
@@ -61,7 +70,7 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
     let columns = sizes.iter().map(String::len).max().unwrap_or(0);
     let mut rows = Vec::new();
     for (i, (model, size)) in models.iter().zip(&sizes).enumerate() {
-        let (dtype, dir) = (config.model.dtype(), model.spec.dir.display());
+        let (dtype, dir) = (config.model.dtype(), hub::describe(&model.spec.dir));
         rows.push((
             model.spec.role.name().to_string(),
             format!("{size:>columns$} parameters, {}  {dir}", dtype.name()),
@@ -75,8 +84,11 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
             None => "on a frozen base".to_string(),
         };
         let adapter = &model.spec.adapter;
-        let given =
-            if adapter.as_os_str().is_empty() { String::new() } else { format!(", adapter {}", adapter.display()) };
+        let given = if adapter.as_os_str().is_empty() {
+            String::new()
+        } else {
+            format!(", adapter {}", hub::describe(adapter))
+        };
         let trained = model.table();
         if model.spec.optim.is_none() {
             let what = if tuning.adapters.is_empty() { "" } else { ", with an adapter" };

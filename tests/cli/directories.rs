@@ -90,7 +90,7 @@ fn a_directory_that_is_not_a_model_is_named_with_the_command_that_helps() {
         ("gguf/model-Q4.gguf", "model-Q4.gguf is a GGUF file", "gguf_file='model-Q4.gguf'"),
         ("run", "run is a run directory", "run/export"),
         ("run/checkpoints/step-1", "step-1 is a checkpoint", "rlhf-hpc export "),
-        ("org/name", "org/name does not exist", "hf download"),
+        ("org/name", "org/name does not exist", "rlhf-hpc download org/name"),
         ("other", "model_type \"gemma3\" is not supported", "llama"),
     ] {
         fixture.run(&["generate", "--model", dir, "--prompt", "1+1="]).refused(65, &[words]).hinted(hint);

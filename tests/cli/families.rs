@@ -63,7 +63,7 @@ fn a_model_like_another_one_has_its_shape_or_its_kinds_of_layers_in_small_sizes(
     for (line, words, hint) in [
         ("--like nothing --tiny", "model_type \"nothing\" is not supported", "gemma3_text, gemma3, mistral3"),
         ("--like llama4 --tiny", "mixtures of experts", "use one of llama"),
-        ("--like org/model --tiny", "org/model does not exist", "hf download"),
+        ("--like org/model --tiny", "org/model does not exist", "rlhf-hpc download org/model"),
     ] {
         let line = format!("init {line} --out none");
         fixture.run(&line.split(' ').collect::<Vec<_>>()).refused(65, &[words]).hinted(hint);
@@ -167,7 +167,7 @@ fn info_prints_the_facts_about_a_model() {
         assert!(printed.lines().any(|line| line.starts_with("gpus ") && line.contains(words)), "{printed}");
     }
     fixture.run(&["info", "tokenizer"]).refused(65, &["tokenizer has no config.json"]);
-    fixture.run(&["info", "org/name"]).refused(65, &["org/name does not exist"]).hinted("hf download");
+    fixture.run(&["info", "org/name"]).refused(65, &["org/name does not exist"]).hinted("rlhf-hpc download org/name");
 }
 
 #[test]

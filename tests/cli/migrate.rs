@@ -18,8 +18,8 @@ const MISSING: &[&str] = &["dapo"];
 
 /// Facts about jobs: the launch, a key, and its value.
 const FACTS: &[(&str, &str, &str)] = &[
-    ("sft-0.5", "data.prompts", r#"["data/questions"]"#),
-    ("sft-0.5", "model.actor", r#""models/llama-8b""#),
+    ("sft-0.5", "data.prompts", r#"["hf://acme/questions"]"#),
+    ("sft-0.5", "model.actor", r#""acme/llama-8b""#),
     ("sft-0.5", "data.rows_max", "500000"),
     ("sft-0.5", "data.row_tokens_max", "2048"),
     ("sft-0.5", "data.long_prompts", r#""truncate_right""#),
@@ -50,6 +50,8 @@ const FACTS: &[(&str, &str, &str)] = &[
     ("ppo-0.11", "data.prompt_tokens_max", "1024"),
     ("dapo-0.11", "ppo.clip_high", "0.28"),
     ("correction-0.11", "ppo.correction", r#""tis""#),
+    ("sft-cli", "model.actor", r#""acme/qwen@v2""#),
+    ("sft-cli", "data.prompts", r#"["hf://acme/demos/main"]"#),
     ("sft-accelerate", "sft.minibatch_samples", "32"),
     ("sft-accelerate", "optim.actor.betas", "[0.9, 0.999]"),
     ("trl-sft-qlora", "optim.actor.warmup_ratio", "0.1"),
@@ -155,6 +157,14 @@ fn make_paths(fixture: &Fixture, job: &Table) {
     let held = job.get("data").and_then(|data| data.get("split")?.get("eval_files"));
     let rows = of("data", "prompts").into_iter().map(|name| (name, "rows/demos.jsonl"));
     for (name, from) in rows.chain(strings(held).into_iter().map(|name| (name, "rows/held.jsonl"))) {
+        // In the Hugging Face cache of the fixture.
+        let cached = name.strip_prefix("hf://").map(|id| {
+            let [org, repository, folder] = [0, 1, 2].map(|i| id.split('/').nth(i).unwrap_or_default());
+            let home = format!(".cache/huggingface/hub/datasets--{org}--{repository}");
+            fixture.write(&format!("{home}/refs/main"), "1".repeat(40));
+            format!("{home}/snapshots/{}/{folder}", "1".repeat(40))
+        });
+        let name = cached.unwrap_or(name);
         if !fixture.path(&name).exists() {
             let file = if Path::new(&name).extension().is_some() { name } else { format!("{name}/train.jsonl") };
             fixture.write(&file, fixture.read(from));
@@ -166,6 +176,9 @@ fn make_paths(fixture: &Fixture, job: &Table) {
 fn at_home(fixture: &Fixture, arguments: &[&str]) -> Ended {
     let mut command = program(fixture.root(), 0);
     command.args(arguments).env("HOME", fixture.root());
+    for name in ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"] {
+        command.env_remove(name);
+    }
     Running::new(command).end()
 }
 

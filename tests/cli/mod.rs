@@ -10,6 +10,7 @@ mod families;
 pub mod fixture;
 mod foreign;
 mod generate;
+mod hub;
 mod jobs;
 mod keys;
 mod migrate;

@@ -160,7 +160,11 @@ fn the_error_for_a_path_that_is_not_a_model_describes_the_path() {
     for (dir, what, hint) in [
         ("run", "run is a run directory", "use its model, "),
         ("run/checkpoints/step-1", "step-1 is a checkpoint", "rlhf-hpc export "),
-        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B does not exist", "hf download ORG/NAME"),
+        (
+            "meta-llama/Llama-3.2-1B",
+            "meta-llama/Llama-3.2-1B does not exist",
+            "rlhf-hpc download meta-llama/Llama-3.2-1B",
+        ),
         ("job.toml", "job.toml is not a directory", "Hugging Face model directory"),
     ] {
         fixture.job(&[&format!("model.actor={dir}"), "job.dir=other"]).refused(65, &[what]).hinted(hint);

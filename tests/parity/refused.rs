@@ -66,7 +66,7 @@ fn rename(header: &mut Value, from: &str, to: &str) {
 fn a_directory_without_config_or_weights_is_rejected() {
     let empty = tempfile::tempdir().unwrap();
     refuses(empty.path(), &["has no config.json", "hint: "]);
-    refuses(&empty.path().join("nowhere"), &["nowhere does not exist", "hf download"]);
+    refuses(&empty.path().join("nowhere"), &["nowhere does not exist", "in the Hugging Face cache"]);
     fs::copy(directory("llama2").join("config.json"), empty.path().join("config.json")).unwrap();
     refuses(empty.path(), &["has no model.safetensors", "hint: "]);
 }

@@ -1,5 +1,6 @@
 //! The options of `generate`.
 
+use crate::cli::hub;
 use crate::cli::rows::{self, Row};
 use crate::cli::texts::Template;
 use crate::config::job::DeviceName;
@@ -29,15 +30,15 @@ use std::path::PathBuf;
 )]
 pub struct Args {
     /// a Hugging Face model directory
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub model: PathBuf,
 
     /// a directory with a LoRA adapter (PEFT) for --model; given as --model, it is used with its own base model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub adapter: Option<PathBuf>,
 
     /// rows as JSON lines; - is standard input
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::rows))]
     pub input: Option<PathBuf>,
 
     /// one prompt instead of rows; its response is streamed as plain text

@@ -3,6 +3,7 @@
 use crate::cli::out::say;
 use crate::device::Device;
 use crate::error::{Result, format_bytes};
+use crate::hub;
 use crate::launch::gpu;
 use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
@@ -23,7 +24,9 @@ type Rows = Vec<(&'static str, String)>;
 /// `Data` if it is not a supported model, or if its files are damaged.
 pub fn describe(dir: &Path) -> Result<()> {
     let (arch, warnings) = Arch::read(dir)?;
-    let mut rows = of_arch(&arch);
+    let mut rows = Rows::new();
+    rows.extend(hub::snapshot_of(dir).map(|_| ("snapshot", hub::describe(dir))));
+    rows.extend(of_arch(&arch));
     rows.extend(of_files(dir, &arch)?);
     rows.extend(of_tokenizer(dir, &arch));
     rows.extend(of_devices(&arch));

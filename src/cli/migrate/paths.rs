@@ -1,43 +1,17 @@
-//! Names of models and rows: local paths stay, and names of the Hub become folders to download them to.
+//! Names of models and rows: local paths and names of the Hub stay. The Hugging Face cache must have the latter.
 
 use super::draft::Draft;
 use super::table::Kind;
 use crate::error::{Error, Result};
+use crate::hub;
 use crate::sys::files;
 use std::path::Path;
 use toml::Value;
 
-const ROWS: [&str; 7] = ["json", "jsonl", "parquet", "arrow", "gz", "csv", "txt"];
-const FOLDERS: [&str; 13] = [
-    "data",
-    "models",
-    "model",
-    "runs",
-    "ckpt",
-    "ckpts",
-    "checkpoint",
-    "checkpoints",
-    "output",
-    "outputs",
-    "results",
-    "examples",
-    "rewards",
-];
-
 /// Whether a name is that of a repository of the Hub: `org/name`, and no local path.
 fn is_of_hub(name: &str) -> bool {
-    let Some((org, repository)) = name.split_once('/') else { return false };
-    let is_plain = |part: &str| {
-        !part.is_empty()
-            && !part.starts_with('.')
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
-    };
-    let extension = repository.rsplit_once('.').map_or("", |(_, extension)| extension);
-    is_plain(org)
-        && is_plain(repository)
-        && !FOLDERS.contains(&org)
-        && !ROWS.contains(&extension)
-        && !Path::new(name).exists()
+    let is_likely = |(org, repository): (&str, &str)| hub::is_likely(org, repository);
+    name.split_once('/').is_some_and(is_likely) && !Path::new(name).exists()
 }
 
 /// A local path, with the home directory instead of `~`.
@@ -48,14 +22,18 @@ pub fn local(name: &str) -> String {
     }
 }
 
-/// The directory of a model.
+/// A model of the Hub, or the directory of a local one.
 pub fn model(draft: &mut Draft, name: &str) -> String {
     if !is_of_hub(name) {
         return local(name);
     }
-    let dir = format!("models/{}", name.rsplit('/').next().unwrap_or(name));
-    download(draft, format!("hf download {name} --local-dir {dir}"));
-    dir
+    download(draft, format!("rlhf-hpc download {name}"));
+    name.to_owned()
+}
+
+/// The name of a model of the Hub with its revision; `None` for a directory.
+pub fn at_revision(name: &str, revision: &str) -> Option<String> {
+    is_of_hub(name).then(|| if revision == "main" { name.to_owned() } else { format!("{name}@{revision}") })
 }
 
 fn download(draft: &mut Draft, line: String) {
@@ -71,12 +49,11 @@ fn source(draft: &mut Draft, name: &str) -> String {
     if !is_of_hub(name) {
         return local(name);
     }
-    let dir = format!("data/{}", name.rsplit('/').next().unwrap_or(name));
-    download(draft, format!("hf download {name} --repo-type dataset --local-dir {dir}"));
-    dir
+    download(draft, format!("rlhf-hpc download --data {name}"));
+    format!("{}{name}", hub::SCHEME)
 }
 
-/// The sources of rows in values, which commas separate, and whether all of them are folders of the Hub.
+/// The sources of rows in values, which commas separate, and whether all of them are data sets of the Hub.
 pub fn sources(draft: &mut Draft, values: &[String]) -> (Vec<Value>, bool) {
     let names: Vec<&str> = values.iter().flat_map(|value| value.split(',')).filter(|name| !name.is_empty()).collect();
     let of_hub = names.iter().all(|name| is_of_hub(name.split('@').next().unwrap_or(name)));

@@ -31,8 +31,28 @@ pub fn combine(draft: &mut Draft) -> Result<()> {
     Ok(())
 }
 
+/// The revision of a model, and the folder of a data set, that are parts of their names here.
+fn of_repositories(draft: &mut Draft, rows_of_hub: bool) {
+    let actor = draft.value("model.actor").and_then(Value::as_str).map(str::to_owned);
+    if let (Some(name), Some(revision)) = (actor, draft.given("model_revision").map(Given::text)) {
+        match paths::at_revision(&name, &revision) {
+            Some(name) => draft.set("model.actor", name, &["model_name_or_path", "model_revision"]),
+            None => draft.note("model_revision", Kind::Needless, "a directory has no revisions"),
+        }
+    }
+    let Some(folder) = draft.given("dataset_config").map(Given::text) else { return };
+    let sources = draft.value("data.prompts").and_then(Value::as_array).cloned().unwrap_or_default();
+    if !rows_of_hub {
+        draft.note("dataset_config", Kind::Approximate, "files have no configurations: name the files that train");
+        return;
+    }
+    let within = |source: &Value| Value::from(format!("{}/{folder}", source.as_str().unwrap_or_default()));
+    draft.set("data.prompts", sources.iter().map(within).collect::<Vec<_>>(), &["dataset_name", "dataset_config"]);
+}
+
 fn rows(draft: &mut Draft) -> Result<()> {
     let of_hub = paths::set_rows(draft, "dataset_name", Some("dataset_train_split"))?;
+    of_repositories(draft, of_hub);
     let evaluates =
         !["no", ""].contains(&draft.text(&["eval_strategy", "evaluation_strategy"]).unwrap_or_default().as_str());
     if evaluates && of_hub {
