@@ -79,6 +79,9 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         config.job.gemm = Gemm::Exact;
     }
     check(&config)?;
+    if let Some(files) = config.bases().filter(|_| world.rank == 0) {
+        note!("job: {files}");
+    }
     config.notes.iter().filter(|_| world.rank == 0).for_each(|text| note!("note: {text}"));
     if let Some(warning) = config.unused().filter(|_| world.rank == 0) {
         note!("warning: {warning}");

@@ -287,7 +287,7 @@ pub fn override_for(option: &str, value: Option<&str>) -> Option<String> {
 }
 
 /// The paths of all keys.
-fn keys() -> Vec<String> {
+pub fn keys() -> Vec<String> {
     fn below(table: &Table, path: &str, keys: &mut Vec<String>) {
         for (key, value) in table {
             let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };

@@ -215,7 +215,7 @@ pub(super) fn is_within(key: &str, name: &str) -> bool {
 }
 
 /// Removes indices from a path: `reward.rule.0.kind` becomes `reward.rule.kind`.
-fn without_indices(key: &str) -> String {
+pub(super) fn without_indices(key: &str) -> String {
     key.split('.').filter(|part| part.parse::<usize>().is_err()).collect::<Vec<_>>().join(".")
 }
 
@@ -237,8 +237,13 @@ impl Config {
 
     /// One warning that names all keys that the job sets and does not use.
     pub fn unused(&self) -> Option<String> {
-        let groups: Vec<String> =
-            self.unused_keys().iter().map(|(why, keys)| format!("{} (needs {why})", keys.join(", "))).collect();
+        let shown = |key: &String| match self.of_base.get(key) {
+            Some(file) => format!("{key} in {}", file.display()),
+            None => key.clone(),
+        };
+        let all = self.unused_keys();
+        let listed = |keys: &[String]| keys.iter().map(shown).collect::<Vec<_>>().join(", ");
+        let groups: Vec<String> = all.iter().map(|(why, keys)| format!("{} (needs {why})", listed(keys))).collect();
         (!groups.is_empty()).then(|| format!("keys of the job that have no effect in it: {}", groups.join("; ")))
     }
 }
@@ -292,7 +297,7 @@ mod tests {
             UNCONDITIONAL.iter().flat_map(|(of, keys)| listed(&[keys], &format!("{of}."))).collect();
         let entries = reference::all();
         let known: Vec<String> = entries.iter().map(reference::Entry::path).collect();
-        for entry in entries.iter().filter(|entry| !entry.key.is_empty()) {
+        for entry in entries.iter().filter(|entry| !entry.key.is_empty() && !entry.table.is_empty()) {
             let (path, is_own) = (entry.path(), own.contains(&entry.path()));
             let is_of_method = TABLES.iter().any(|(table, ..)| *table == entry.table);
             let is_listed = is_own != free.contains(&path);

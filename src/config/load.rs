@@ -1,12 +1,13 @@
-//! Loading of a `Config` from a TOML file and `key.path=value` overrides. All mistakes are reported together, each with
+//! Loading of a `Config` from a TOML file, its bases, and `key.path=value` overrides. All mistakes are reported together, each with
 //! its line or override and with a suggestion.
 
 use super::aliases::{elsewhere, nearest};
-use super::effect::is_within;
-use super::{Config, flat, values, verl};
+use super::effect::{is_within, without_indices};
+use super::layers::{self, Layer, as_one_line, line_at};
+use super::{Config, flat, paths, values, verl};
 use crate::error::{Error, Result};
-use crate::hub;
 use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
@@ -14,24 +15,14 @@ use toml::{Table, Value};
 /// Keys without a default.
 pub(super) const REQUIRED: [&str; 3] = ["job.kind", "model.actor", "data.prompts"];
 
-/// Reads `path`, applies the overrides in order, and checks every key. Paths in the file are relative to its folder,
-/// paths in overrides to the current one.
+/// Reads `path` and the files that are its bases, applies the overrides in order, and checks every key. A base comes
+/// before the file that names it. Paths in a file are relative to its folder, paths in overrides to the current one.
 pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
-    // Opening a FIFO would block until a writer opens it.
-    if std::fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
-        return Err(Error::usage(format!("job file {} is not a regular file", path.display())));
-    }
-    let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::usage(format!("job file {} does not exist", path.display()))
-            .hint("pass the path of a TOML job, e.g. `rlhf-hpc ppo.toml`, or run `rlhf-hpc --help` for the verbs"),
-        _ => Error::io("read", path, &e),
-    })?;
     let here = std::env::current_dir().map_err(|e| Error::io("find", Path::new("."), &e))?;
-    let mut config =
-        check_format(&text).and_then(|()| read(&text, overrides, &here)).map_err(|e| e.within(path.display()))?;
-    let base =
-        path.parent().filter(|p| !p.as_os_str().is_empty()).map_or_else(|| PathBuf::from("."), Path::to_path_buf);
-    config.resolve_paths(&base);
+    let layers = layers::read(path)?;
+    let mut config = read(&layers, overrides, &here).map_err(|e| e.within(path.display()))?;
+    config.resolve_paths(&layers[0].folder());
+    config.files = layers.into_iter().map(|layer| layer.path).collect();
     if config.job.name.is_empty() {
         let dir = std::path::absolute(&config.job.dir).unwrap_or_else(|_| config.job.dir.clone());
         config.job.name = dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
@@ -39,60 +30,37 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<Config> {
     Ok(config)
 }
 
-/// Rejects a job in YAML or JSON. In YAML, the first line with text is `KEY:` or `KEY: VALUE`, or `---`.
-fn check_format(text: &str) -> Result<()> {
-    let first = text.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#')).unwrap_or_default();
-    let is_key = |key: &str| key.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
-    let is_yaml = first == "---" || first.split_once(':').is_some_and(|(key, _)| is_key(key) && !key.is_empty());
-    let what = if is_yaml {
-        "YAML"
-    } else if first.starts_with('{') {
-        "JSON"
-    } else {
-        return Ok(());
-    };
-    Err(Error::usage(format!("a job is a TOML file (got {what})")).hint(
-        "write tables as [job] and values as kind = \"ppo\"; `rlhf-hpc jobs` lists recipes, and `rlhf-hpc help KEY` \
-         explains a key, also by its name in verl, TRL and OpenRLHF",
-    ))
-}
-
 /// Parses the text of a job, like `load`, but does not change its paths.
 pub fn parse(text: &str, overrides: &[String]) -> Result<Config> {
-    read(text, overrides, Path::new(""))
+    let layer = Layer::parse(Path::new(""), text.to_owned())?;
+    if layer.has_base() {
+        return Err(Error::usage("base needs a job file, because it is a path from the folder of the file"));
+    }
+    read(&[layer], overrides, Path::new(""))
 }
 
-fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
+/// The keys of all layers and overrides so far, and what is wrong with them.
+struct Reading {
+    known: Table,
+    table: Table,
+    given: Vec<String>,
+    of_base: BTreeMap<String, PathBuf>,
+    mistakes: Vec<Error>,
+    notes: Vec<String>,
+}
+
+/// Reads a job from its layers, the job file first.
+fn read(layers: &[Layer], overrides: &[String], here: &Path) -> Result<Config> {
     let known = Table::try_from(Config::default()).expect("a configuration is TOML");
-    let as_one_line = |e: toml::de::Error| {
-        let mistake = Error::usage(e.message().replace('\n', " "));
-        e.span().map_or(mistake.clone(), |span| mistake.within(line_at(text, span.start)))
-    };
-    let places = DeTable::parse(text).map_err(as_one_line)?;
-    let mut table: Table = text.parse().map_err(as_one_line)?;
-    let mut keys_given = given_keys(&table, "");
-    let is_listing = flat(&known).keys().all(|key| keys_given.iter().any(|given| is_within(given, key)));
-    if is_listing {
-        // A run wrote this file and listed all keys, so nothing shows which ones the user set.
-        keys_given.clear();
+    let (table, of_base) = (Table::new(), BTreeMap::new());
+    let mut reading = Reading { known, table, given: Vec::new(), of_base, mistakes: Vec::new(), notes: Vec::new() };
+    for (i, layer) in layers.iter().enumerate().rev() {
+        reading.layer(layer, (i > 0).then_some(&layers[0]))?;
     }
-    let (mut mistakes, mut notes) = (Vec::new(), Vec::new());
-    let place = |path: &[&str]| place_of(places.get_ref(), path).unwrap_or(0);
-    check(&mut table, &known, &mut Vec::new(), &mut |path, mistake| mistakes.push((place(path), mistake)));
-    mistakes.sort_by_key(|(place, _)| *place);
-    let mut mistakes: Vec<Error> =
-        mistakes.into_iter().map(|(place, mistake)| mistake.within(line_at(text, place))).collect();
     for item in overrides {
-        let mut given = Table::new();
-        let mut apply = |table: &mut Table| apply(table, item, here, &mut notes);
-        if let Err(mistake) = apply(&mut given).and_then(|()| apply(&mut table)) {
-            mistakes.push(mistake);
-            continue;
-        }
-        let wrong = &mut |_: &[&str], mistake: Error| mistakes.push(mistake.within(format_args!("override `{item}`")));
-        check(&mut given, &known, &mut Vec::new(), wrong);
-        keys_given.extend(given_keys(&given, ""));
+        reading.apply(item, here);
     }
+    let Reading { known, mut table, mut given, of_base, mut mistakes, notes } = reading;
     for key in REQUIRED {
         let (of, name) = key.split_once('.').expect("a key of a table");
         let value = |of: &str, name: &str| table.get(of).and_then(|table| table.get(name));
@@ -109,10 +77,81 @@ fn read(text: &str, overrides: &[String], here: &Path) -> Result<Config> {
     let mut config = Config::deserialize(Value::Table(table))
         .map_err(|e| Error::usage(e.message().lines().collect::<Vec<_>>().join(" ")))?;
     config.fill_defaults();
-    keys_given.sort_unstable();
-    keys_given.dedup();
-    (config.given, config.notes) = (keys_given, notes);
+    given.sort_unstable();
+    given.dedup();
+    (config.given, config.of_base, config.notes) = (given, of_base, notes);
     Ok(config)
+}
+
+impl Reading {
+    /// Adds the keys of a file over those of its bases. `job` is the job file, if the file is a base.
+    fn layer(&mut self, layer: &Layer, job: Option<&Layer>) -> Result<()> {
+        let Layer { path, text, table, .. } = layer;
+        let places = DeTable::parse(text).map_err(|e| as_one_line(text, &e))?;
+        let mut table = table.clone();
+        let mut given = given_keys(&table, "");
+        let is_listing = flat(&self.known).keys().all(|key| given.iter().any(|given| is_within(given, key)));
+        if is_listing {
+            // A run wrote this file and listed all keys, so nothing shows which ones the user set.
+            given.clear();
+        }
+        let mut mistakes = Vec::new();
+        let place = |path: &[&str]| place_of(places.get_ref(), path).unwrap_or(0);
+        check(&mut table, &self.known, &mut Vec::new(), &mut |path, mistake| mistakes.push((place(path), mistake)));
+        mistakes.sort_by_key(|(place, _)| *place);
+        self.mistakes.extend(mistakes.into_iter().map(|(place, mistake)| {
+            let mistake = mistake.within(line_at(text, place));
+            if job.is_some() { mistake.within(path.display()) } else { mistake }
+        }));
+        // A list replaces that of the base, with all keys in it.
+        let replaced: Vec<&str> = given.iter().map(|key| list_of(key)).collect();
+        self.of_base.retain(|key, _| !replaced.iter().any(|own| is_within(key, own)));
+        self.given.retain(|key| !replaced.iter().any(|own| is_within(key, own)));
+        if let Some(job) = job {
+            // The paths of the job file itself are resolved last.
+            if layer.folder() != job.folder() {
+                let folder = layer.folder();
+                let folder = folder.canonicalize().map_err(|e| Error::io("find", &folder, &e))?;
+                paths::make_absolute(&mut table, &folder, &mut self.notes);
+            }
+            self.of_base.extend(given.iter().map(|key| (without_indices(key), path.clone())));
+        }
+        self.given.extend(given);
+        merge(&mut self.table, table, "");
+        Ok(())
+    }
+
+    /// Applies an override.
+    fn apply(&mut self, item: &str, here: &Path) {
+        if item.split_once('=').is_some_and(|(key, _)| key.trim() == layers::KEY) {
+            let mistake = Error::usage(format!("override `{item}`: only a file has a base"));
+            self.mistakes.push(mistake.hint("write `base = \"FILE\"` as the first line of a job file"));
+            return;
+        }
+        let mut given = Table::new();
+        let mut apply = |table: &mut Table| apply(table, item, here, &mut self.notes);
+        if let Err(mistake) = apply(&mut given).and_then(|()| apply(&mut self.table)) {
+            self.mistakes.push(mistake);
+            return;
+        }
+        let mistakes = &mut self.mistakes;
+        let wrong = &mut |_: &[&str], mistake: Error| mistakes.push(mistake.within(format_args!("override `{item}`")));
+        check(&mut given, &self.known, &mut Vec::new(), wrong);
+        let given = given_keys(&given, "");
+        self.of_base.retain(|key, _| !given.iter().any(|own| is_within(key, &without_indices(own))));
+        self.given.extend(given);
+    }
+}
+
+/// Sets the keys of `over` in `table`. Tables are merged key by key; lists, and the single entry of a list, are replaced.
+fn merge(table: &mut Table, over: Table, within: &str) {
+    for (key, value) in over {
+        let path = if within.is_empty() { key.clone() } else { format!("{within}.{key}") };
+        match (table.get_mut(&key), value) {
+            (Some(Value::Table(old)), Value::Table(new)) if !is_entry(&path) => merge(old, new, &path),
+            (_, value) => drop(table.insert(key, value)),
+        }
+    }
 }
 
 /// The paths of all values of a job, with the index of each table of a list: `reward.rule.0.kind`.
@@ -132,6 +171,15 @@ fn given_keys(table: &Table, within: &str) -> Vec<String> {
     table.iter().flat_map(of).collect()
 }
 
+/// The part of a key's path before the index of an entry, or all of it.
+fn list_of(key: &str) -> &str {
+    let mut end = 0;
+    for part in key.split('.').take_while(|part| part.parse::<usize>().is_err()) {
+        end += part.len() + 1;
+    }
+    &key[..end - 1]
+}
+
 /// Whether a table at `path` is the only entry of a list.
 fn is_entry(path: &str) -> bool {
     path == "data.eval_sets" || path.strip_prefix("reward.").is_some_and(|rest| !rest.contains('.'))
@@ -148,7 +196,11 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
             }
             None => {
                 let names: Vec<&str> = known.keys().map(String::as_str).collect();
-                let hint = elsewhere(&path[..path.len() - 1], key, &names);
+                let hint = if key == layers::KEY && path.len() > 1 {
+                    "write `base` above the first [table] of the file".to_owned()
+                } else {
+                    elsewhere(&path[..path.len() - 1], key, &names)
+                };
                 // In a table of another system, a key is known by its whole path.
                 let named = if known.is_empty() { path.join(".") } else { (*key).clone() };
                 wrong(path, Error::usage(format!("unknown key `{named}`")).hint(hint));
@@ -195,60 +247,6 @@ fn place_of(table: &DeTable, path: &[&str]) -> Option<usize> {
     }
 }
 
-/// Formats the line at a position: ``line 7: `steps = 2` ``.
-fn line_at(text: &str, at: usize) -> String {
-    let line = text[..at.min(text.len())].matches('\n').count();
-    format!("line {}: `{}`", line + 1, text.lines().nth(line).unwrap_or("").trim())
-}
-
-/// Keys whose values are paths.
-const PATHS: [&str; 17] = [
-    "job.dir",
-    "model.actor",
-    "model.adapter",
-    "model.reference_adapter",
-    "model.reference",
-    "model.critic",
-    "model.teachers",
-    "data.prompts",
-    "data.pretrain",
-    "data.eval_sets",
-    "data.split.eval_files",
-    "reward.python",
-    "reward.python.file",
-    "reward.models",
-    "reward.models.dir",
-    "reward.judge",
-    "reward.judge.dir",
-];
-
-/// The value of `key` with paths relative to `here`; in tables only the paths in `file`, `dir` and `prompts`. Names of
-/// the Hub become directories of the cache.
-fn from_here(key: &str, value: Value, here: &Path, notes: &mut Vec<String>) -> Value {
-    match value {
-        Value::String(path) if !path.is_empty() => {
-            let full = match key.split('.').next() {
-                Some("data") => hub::rows_path(here, &path),
-                Some("model") => hub::model_dir(here, Path::new(&path), notes),
-                _ if key.starts_with("reward.models") || key.starts_with("reward.judge") => {
-                    hub::model_dir(here, Path::new(&path), notes)
-                }
-                _ => here.join(path),
-            };
-            Value::String(full.display().to_string())
-        }
-        Value::Array(all) => Value::Array(all.into_iter().map(|one| from_here(key, one, here, notes)).collect()),
-        Value::Table(table) => {
-            let of = |(name, value): (String, Value)| match name.as_str() {
-                "file" | "dir" | "prompts" => (name, from_here(key, value, here, notes)),
-                _ => (name, value),
-            };
-            Value::Table(table.into_iter().map(of).collect())
-        }
-        other => other,
-    }
-}
-
 /// Sets `a.b.c=value`. The value is TOML, or a plain string if it does not parse as TOML. A path is relative to `here`.
 fn apply(table: &mut Table, item: &str, here: &Path, notes: &mut Vec<String>) -> Result<()> {
     let Some((path, raw)) = item.split_once('=') else {
@@ -261,7 +259,7 @@ fn apply(table: &mut Table, item: &str, here: &Path, notes: &mut Vec<String>) ->
         .filter(|t| t.len() == 1)
         .and_then(|mut t| t.remove("v"))
         .unwrap_or_else(|| Value::String(raw.to_string()));
-    let value = if PATHS.contains(&path.trim()) { from_here(path.trim(), value, here, notes) } else { value };
+    let value = paths::of_override(path.trim(), value, here, notes);
     let mut keys: Vec<&str> = path.split('.').map(str::trim).collect();
     if keys.iter().any(|key| key.is_empty()) {
         return Err(

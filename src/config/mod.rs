@@ -35,6 +35,7 @@ pub mod data;
 mod effect;
 mod forms;
 pub mod job;
+mod layers;
 pub mod limits;
 mod load;
 pub mod lora;
@@ -53,7 +54,7 @@ mod values;
 mod verl;
 mod words;
 
-pub use aliases::{nearest, override_for};
+pub use aliases::{keys, nearest, override_for};
 pub use load::{load, parse};
 pub use schema::schema;
 pub use words::{flat, name};
@@ -65,6 +66,7 @@ use method::ppo::{Correction, OldLogprobs};
 use method::{MethodConfig, Shared, Uses};
 use model::DTypeName;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// The seconds that a collective waits in addition to the longest reward.
@@ -98,6 +100,12 @@ macro_rules! config {
             /// The paths of the keys that the job file or an override sets, for `unused`.
             #[serde(skip)]
             pub given: Vec<String>,
+            /// The job file, then its bases; empty for the text of a job.
+            #[serde(skip)]
+            pub files: Vec<PathBuf>,
+            /// The keys that only a base sets, and its file.
+            #[serde(skip)]
+            pub of_base: BTreeMap<String, PathBuf>,
             /// Lines about names of models that are directories here, and repositories in the cache.
             #[serde(skip)]
             pub notes: Vec<String>,
@@ -223,6 +231,13 @@ impl Config {
     /// The whole configuration as TOML, every key with its value.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a configuration is TOML")
+    }
+
+    /// The files of a job with a base: `a.toml, based on b.toml, c.toml`.
+    pub fn bases(&self) -> Option<String> {
+        let shown: Vec<String> = self.files.iter().map(|file| file.display().to_string()).collect();
+        let (job, bases) = shown.split_first()?;
+        (!bases.is_empty()).then(|| format!("{job}, based on {}", bases.join(", ")))
     }
 
     /// A hash of the configuration, 16 hexadecimal digits.

@@ -18,7 +18,11 @@ pub struct Entry {
 impl Entry {
     /// The full path, such as `ppo.kl_coef`.
     pub fn path(&self) -> String {
-        if self.key.is_empty() { self.table.clone() } else { format!("{}.{}", self.table, self.key) }
+        match (&*self.table, &*self.key) {
+            (table, "") => table.to_owned(),
+            ("", key) => key.to_owned(),
+            (table, key) => format!("{table}.{key}"),
+        }
     }
 
     pub(super) fn default(&self) -> Option<Toml> {
@@ -60,10 +64,18 @@ fn example(table: &str) -> Vec<Entry> {
     entries(&inner.map_while(|line| line.strip_prefix("# ")).collect::<Vec<_>>().join("\n"), table)
 }
 
-/// All entries: those of the tables, then those of the examples.
+/// The entry of `base`, a key outside of all tables, whose example is a comment.
+fn base() -> Option<Entry> {
+    let before: Vec<&str> = REFERENCE.lines().take_while(|line| !line.starts_with("# base = ")).collect();
+    let begin = before.iter().rposition(|line| line.is_empty())? + 1;
+    let about = before[begin..].iter().map(|line| line.trim_start_matches("# ").to_owned()).collect();
+    Some(Entry { table: String::new(), key: "base".to_owned(), value: "\"\"".to_owned(), about })
+}
+
+/// All entries: `base`, then those of the tables, then those of the examples.
 pub fn all() -> Vec<Entry> {
     let shown = REFERENCE.lines().filter_map(|line| line.strip_prefix("# [[")?.strip_suffix("]]"));
-    entries(REFERENCE, "").into_iter().chain(shown.flat_map(example)).collect()
+    base().into_iter().chain(entries(REFERENCE, "")).chain(shown.flat_map(example)).collect()
 }
 
 /// The entries that `name` may mean: a full path; else keys that end with it; else the key for an option of another

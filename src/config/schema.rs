@@ -1,8 +1,8 @@
 //! The JSON schema of a job, for editors: the types of its keys, and the meanings and defaults of the manual.
 
-use super::Config;
 use super::load::REQUIRED;
 use super::reference::{self, Entry};
+use super::{Config, layers};
 use schemars::Schema;
 use schemars::generate::SchemaSettings;
 use schemars::transform::RecursiveTransform;
@@ -52,18 +52,19 @@ pub fn schema() -> Value {
     let settings = SchemaSettings::draft2020_12().with(|settings| settings.inline_subschemas = true);
     let settings = settings.with_transform(RecursiveTransform(plain));
     let mut root = settings.into_generator().into_root_schema_for::<Config>().to_value();
+    root["properties"][layers::KEY] = json!({ "type": "string" });
     // The keys of tables in lists come before the lists.
     reference::all().iter().rev().for_each(|entry| describe(&mut root, entry));
+    // A job with a base may leave out any key. A job that only evaluates may have only sets.
+    let mut needed = json!({ "required": [], "properties": {} });
     for (table, key) in REQUIRED.iter().filter_map(|key| key.split_once('.')) {
-        root["properties"][table]["required"] = json!([key]);
+        let own = json!({ "required": [key] });
+        let of_sets = json!({ "anyOf": [own, { "required": ["eval_sets"] }] });
+        needed["properties"][table] = if table == "data" { of_sets } else { own };
+        needed["required"].as_array_mut().expect("a list").push(table.into());
     }
-    if let Some(data) = root["properties"]["data"].as_object_mut() {
-        // A job that only evaluates may have only sets.
-        let of_rows = data.remove("required");
-        data.insert("anyOf".into(), json!([{ "required": of_rows }, { "required": ["eval_sets"] }]));
-    }
-    let tables: Vec<&str> = REQUIRED.iter().filter_map(|key| Some(key.split_once('.')?.0)).collect();
-    root["required"] = json!(tables);
+    root["if"] = json!({ "required": [layers::KEY] });
+    root["else"] = needed;
     root["title"] = "An rlhf-hpc job".into();
     root["description"] = "jobs/reference.toml is the manual of these keys.".into();
     root

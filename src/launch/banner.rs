@@ -55,6 +55,7 @@ impl Run {
         let from = resumed_from.map_or(String::new(), |step| format!(", {resumed} from step {step}"));
         let (dir, seed) = (config.job.dir.display(), config.job.seed);
         let steps_of = if steps == 0 { String::new() } else { format!(" {},", counted(steps as usize, "step")) };
+        rows.extend(config.bases().map(|files| row("job", files)));
         rows.push(row("run", format!("{dir},{steps_of} seed {seed}{from}")));
         self.recorder.banner(steps, resumed_from, &rows);
     }

@@ -14,7 +14,9 @@ impl Run {
     /// Writes the file for a run of `steps` steps, but not in a dry run. All ranks call this.
     pub fn write_resolved(&self, steps: u64) -> Result<()> {
         let is_writer = self.ranks.all.rank() == 0 && !self.dry_run;
-        let write = || write_atomic(&self.dir.join("config.resolved.toml"), self.resolved(steps).to_toml().as_bytes());
+        let head = self.config.bases().map_or_else(String::new, |files| format!("# {files}\n"));
+        let text = || head + &self.resolved(steps).to_toml();
+        let write = || write_atomic(&self.dir.join("config.resolved.toml"), text().as_bytes());
         self.ranks.all.agree(if is_writer { write() } else { Ok(()) })
     }
 

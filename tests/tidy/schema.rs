@@ -28,6 +28,11 @@ fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
             "minimum" => number().is_none_or(|(x, low)| x >= low),
             "exclusiveMinimum" => number().is_none_or(|(x, low)| x > low),
             "maximum" => number().is_none_or(|(x, high)| x <= high),
+            "if" => {
+                let is_so = faults(asked, value, path).is_empty();
+                found.extend(schema.get("else").filter(|_| !is_so).into_iter().flat_map(|of| faults(of, value, path)));
+                true
+            }
             "minItems" => value.as_array().is_none_or(|list| list.len() as u64 >= asked.as_u64().expect("a count")),
             "maxItems" => value.as_array().is_none_or(|list| list.len() as u64 <= asked.as_u64().expect("a count")),
             "required" => {
@@ -42,7 +47,10 @@ fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
                 for (key, inner) in value.as_object().into_iter().flatten() {
                     match asked.get(key) {
                         Some(of) => found.extend(faults(of, inner, &format!("{path}.{key}"))),
-                        None => found.push(format!("{path}.{key} is unknown")),
+                        None if schema["additionalProperties"] == false => {
+                            found.push(format!("{path}.{key} is unknown"));
+                        }
+                        None => {}
                     }
                 }
                 true
@@ -54,7 +62,7 @@ fn faults(schema: &Value, value: &Value, path: &str) -> Vec<String> {
                 found.extend(each.flat_map(|(key, one)| faults(asked, one, &format!("{path}.{key}"))));
                 true
             }
-            "$schema" | "title" | "description" | "default" | "examples" | "pattern" => true,
+            "else" | "$schema" | "title" | "description" | "default" | "examples" | "pattern" => true,
             other => panic!("{path}: the keyword {other}"),
         };
         if !holds {
@@ -90,7 +98,10 @@ fn the_schema_has_every_key_with_its_type_default_and_meaning_and_no_other() {
         tables.iter().for_each(|(name, inner)| below(inner, &known[name], &format!("{path}.{name}"), keys));
     }
     let mut keys = 0;
-    below(&schema(), &job(&Config::default().to_toml()), "", &mut keys);
+    let mut default = job(&Config::default().to_toml());
+    // It is outside of all tables, and no part of the job itself.
+    default["base"] = "".into();
+    below(&schema(), &default, "", &mut keys);
     assert!(keys > 100, "{keys} keys");
 }
 
@@ -148,4 +159,5 @@ fn the_schema_accepts_the_short_forms_and_rejects_the_jobs_that_a_start_rejects(
         assert_ne!(of(bad), [""; 0], "{bad}");
     }
     assert_ne!(faults(&schema(), &job("job.kind = \"sft\""), ""), [""; 0], "keys without a default are required");
+    assert_eq!(faults(&schema(), &job("base = \"a.toml\"\njob.steps = 3"), ""), [""; 0], "a base may have them");
 }
