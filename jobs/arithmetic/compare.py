@@ -11,10 +11,19 @@ def rows(path):
         return [json.loads(line) for line in file]
 
 
+def shortened(text):
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else "…" + text[-39:]
+
+
 def marked(answer):
-    text = " ".join(answer["response"].split())
-    text = text if len(text) <= 40 else "…" + text[-39:]
-    return f"{'✓' if answer['score'] >= 1 else '✗'} {text}"
+    return f"{'✓' if answer['score'] >= 1 else '✗'} {shortened(answer['response'])}"
+
+
+def asked(prompt):
+    """The sum of "What is SUM?", or the end of the last question in a prompt."""
+    found = re.search(r"What is (.*?)\?", prompt)
+    return found.group(1) if found else shortened(prompt[: prompt.rfind("?") + 1] or prompt)
 
 
 run = sys.argv[1]
@@ -26,8 +35,8 @@ print()
 before, after = (rows(os.path.join(run, "eval", f"step-{row['step']}.jsonl")) for row in (first, last))
 table = [["question", "answer", "before, greedy", "after, greedy"]]
 for old, new in list(zip(before, after))[:10]:
-    question = re.search(r"What is (.*?)\?", old["prompt"]).group(1)
-    table.append([question, old["label"], marked(old["answers"][0]), marked(new["answers"][0])])
+    label = re.split(r"#### *", old["label"])[-1]
+    table.append([asked(old["prompt"]), label, marked(old["answers"][0]), marked(new["answers"][0])])
 widths = [max(map(len, column)) for column in zip(*table)]
 for row in table:
     print("  " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

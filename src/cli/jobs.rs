@@ -117,6 +117,13 @@ const RECIPES: &[Recipe] = &[
         next: SBATCH,
     },
     Recipe {
+        name: "gsm8k",
+        about: "GRPO on GSM8K, as jobs/gsm8k/run.sh runs it",
+        text: text!("gsm8k/grpo.toml"),
+        change: "model.actor and data.prompts, or `rlhf-hpc download` both; with rows of verl data.prompt_key and data.label_key",
+        ..JOB
+    },
+    Recipe {
         name: "quickstart",
         about: "PPO of a small model on arithmetic, as jobs/quickstart/run.sh runs it on a CPU",
         text: text!("quickstart/ppo.toml"),
@@ -157,8 +164,13 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// The names of all recipes.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    RECIPES.iter().map(|recipe| recipe.name)
+}
+
 fn copy(args: &CopyArgs) -> Result<()> {
-    let names: Vec<&str> = RECIPES.iter().map(|recipe| recipe.name).collect();
+    let names: Vec<&str> = names().collect();
     let recipe = RECIPES.iter().find(|recipe| recipe.name == args.name).ok_or_else(|| {
         let error = Error::usage(format!("there is no recipe `{}`", args.name));
         match config::nearest(&args.name, &names) {

@@ -32,6 +32,7 @@ fn every_recipe_is_copied_with_its_files_and_is_a_valid_job() {
             "ppo-7b",
             "slurm",
             "slurm-gpu",
+            "gsm8k",
             "quickstart"
         ]
     );

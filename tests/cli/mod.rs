@@ -10,6 +10,7 @@ mod families;
 pub mod fixture;
 mod foreign;
 mod generate;
+mod gsm8k;
 mod hub;
 mod jobs;
 mod keys;
