@@ -9,13 +9,13 @@ use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
 
 /// Chat with a model through its chat template: each line of standard input is a message, and the answer is streamed.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "chat")]
 #[argh(
     note = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits \

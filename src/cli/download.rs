@@ -7,13 +7,13 @@ use super::out::{note, say};
 use crate::error::{Error, Result, format_bytes};
 use crate::hub::{self, Kind, Repository};
 use crate::metrics::counted;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use server::{RemoteFile, Server};
 use std::path::Path;
 use store::Store;
 
 /// Download a model or a data set of the Hugging Face Hub into the local cache, where jobs and other verbs find it.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "download")]
 #[argh(
     note = "The cache is HF_HUB_CACHE, or HF_HOME/hub, or ~/.cache/huggingface/hub, with the layout of huggingface_hub. The server is \

@@ -18,13 +18,13 @@ use crate::tensor::{DType, FLAT_ALIGN};
 use crate::text::Tokenizer;
 use crate::train::models::JobModel;
 use crate::train::{self, saved, supervised};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Write a Hugging Face model directory from a checkpoint of a run, or from a model and its adapter. One process is
 /// enough, however many ranks saved the checkpoint.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "export")]
 #[argh(
     note = "A checkpoint of a job with adapters (LoRA) is exported as an adapter directory of PEFT, with --merged as a whole model. \

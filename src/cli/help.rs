@@ -48,6 +48,7 @@ pub(super) const GROUPS: &[(&str, &[(&str, &str)])] = &[
             ("info", "facts about a model; or the build, MPI, GPUs, and the threads of each rank"),
             ("verify", "check a new machine with a job, or compare two computations of a model"),
             ("bench", "speed of this machine compared with its peaks"),
+            ("completion", "completion of verbs, options and keys for bash, zsh or fish"),
             ("help", "the manual: `help` lists its pages, `help KEY` explains a key of a job"),
         ],
     ),
@@ -85,11 +86,16 @@ pub(super) fn overview() -> String {
     text + EXAMPLES
 }
 
+/// The pages of the manual, with their titles.
+pub(super) fn titles() -> impl Iterator<Item = (&'static str, &'static str)> {
+    PAGES.iter().map(|(topic, page)| (*topic, title(page)))
+}
+
 /// The text of `rlhf-hpc help`.
 pub(super) fn topics() -> String {
     let mut text =
         String::from("The manual. `rlhf-hpc help TOPIC` prints a page. `rlhf-hpc --help` lists the verbs.\n\n");
-    list(&mut text, PAGES.iter().map(|(topic, page)| (*topic, title(page))));
+    list(&mut text, titles());
     text + "\n`rlhf-hpc help KEY` explains a key of a job, such as `kl_coef`. jobs/reference.toml has all of them."
 }
 
@@ -145,7 +151,7 @@ fn described(entry: &Entry) -> String {
     text
 }
 
-fn title(page: &str) -> &str {
+fn title(page: &'static str) -> &'static str {
     page.lines().next().unwrap_or_default().trim_start_matches("# ")
 }
 

@@ -16,13 +16,13 @@ use crate::device::simd::Level;
 use crate::error::{Error, Result, format_bytes};
 use crate::metrics::counted;
 use crate::sys::{affinity, memory};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::PathBuf;
 
 /// Show a model; or without one the build, MPI, devices and topology, also under mpirun.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "info")]
 pub struct Args {
     /// model directory to describe

@@ -10,13 +10,13 @@ use crate::model::{Arch, ParamTable, init, tiny};
 use crate::sys::files;
 use crate::tensor::DType;
 use crate::text::Tokenizer;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// make a Hugging Face model directory with random weights, from a config.json or like another model
-#[derive(FromArgs)]
+#[derive(ArgsInfo, FromArgs)]
 #[argh(subcommand, name = "init")]
 pub struct Args {
     /// a Hugging Face config.json

@@ -3,20 +3,20 @@
 use super::out::{note, say};
 use crate::config;
 use crate::error::{Error, Result};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// List the job recipes, or copy one to edit: `rlhf-hpc jobs copy grpo`.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "jobs")]
 pub struct Args {
     #[argh(subcommand)]
     what: Option<What>,
 }
 
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand)]
 enum What {
     Copy(CopyArgs),
@@ -24,7 +24,7 @@ enum What {
 
 /// Write a recipe to edit, with the files that it names, and print the keys to change and the next command. Existing
 /// files are not overwritten.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "copy")]
 struct CopyArgs {
     /// the name of a recipe; `rlhf-hpc jobs` lists them

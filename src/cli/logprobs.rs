@@ -12,12 +12,12 @@ use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde::Serialize;
 use std::path::PathBuf;
 
 /// Compute the log-probability of every token: one JSON line in, one JSON line out, in the same order.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "logprobs")]
 #[argh(note = "A row has one of:
 - tokens, a list of n ids: logprobs is a list of n - 1 numbers, as the first token has none;

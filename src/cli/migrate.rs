@@ -22,7 +22,7 @@ mod yaml;
 use super::out::{self, note};
 use crate::error::{Error, Result};
 use crate::sys::files;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use given::{Given, Processes};
 use launch::Launch;
 use shell::Command;
@@ -31,7 +31,7 @@ use table::{Dialect, Kind, System};
 use words::Word;
 
 /// Convert a launch of OpenRLHF, TRL or verl to a job file, with a table of all options.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "migrate")]
 #[argh(
     note = "The input is a shell script, a YAML file of TRL or verl, or a command line after --. The script is read and not run. \

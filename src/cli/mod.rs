@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod chat;
+pub mod completion;
 mod device;
 pub mod download;
 pub mod export;
@@ -37,17 +38,17 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::metrics::step_query;
 use crate::sys::signals;
-use argh::{FromArgs, SubCommands};
+use argh::{ArgsInfo, FromArgs, SubCommands};
 use std::ffi::OsString;
 
 /// RLHF post-training of language models: `rlhf-hpc JOB.toml` runs a job, alone or under mpirun.
-#[derive(FromArgs)]
+#[derive(ArgsInfo, FromArgs)]
 struct Arguments {
     #[argh(subcommand)]
     verb: Verb,
 }
 
-#[derive(FromArgs)]
+#[derive(ArgsInfo, FromArgs)]
 #[argh(subcommand)]
 enum Verb {
     Run(run::Args),
@@ -68,6 +69,7 @@ enum Verb {
     Samples(samples::Args),
     Jobs(jobs::Args),
     Schema(schema::Args),
+    Completion(completion::Args),
     Info(info::Args),
     Bench(bench::Args),
     Verify(verify::Args),
@@ -246,6 +248,7 @@ fn dispatch(verb: Verb) -> Result<()> {
         Verb::Samples(args) => samples::run(&args),
         Verb::Jobs(args) => jobs::run(&args),
         Verb::Schema(args) => schema::run(&args),
+        Verb::Completion(args) => completion::run(&args, &Arguments::get_args_info()),
         Verb::Bench(args) => bench::run(&args),
     }
 }

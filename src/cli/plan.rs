@@ -13,7 +13,7 @@ use crate::launch::step_shape::StepShape;
 use crate::plan::{Device, Job, Rows, Sharing, microbatch, probe, show};
 use crate::sys::memory;
 use crate::train::{self, Archs};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::path::PathBuf;
 
 /// Show the memory that each rank of a job needs in each phase, tensor by tensor, and the seconds of each phase. Choose
@@ -21,7 +21,7 @@ use std::path::PathBuf;
 /// weights and no GPU.
 ///
 /// The speed of a CPU is measured (under mpirun by all ranks at once); GPUs have declared peaks.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "plan")]
 pub struct Args {
     /// the job file

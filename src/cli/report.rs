@@ -17,12 +17,12 @@ mod waits;
 use super::out::note;
 use crate::error::{Error, Kind, Result, format_bytes};
 use crate::sys::files;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use source::Source;
 use std::path::{Path, PathBuf};
 
 /// Write one self-contained HTML page about one or several runs: curves, times, memory, data rows and samples.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "report")]
 pub struct Args {
     /// run directories; several runs share the plots

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::metrics::one_line;
 use crate::model::Head;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Once;
@@ -22,7 +22,7 @@ use std::sync::Once;
 /// Score rows with a reward model: one JSON line in, one JSON line out, in the same order.
 // Each flag is an option of its own.
 #[expect(clippy::struct_excessive_bools)]
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "reward")]
 #[argh(
     note = "A row has tokens (after prompt_tokens, if it has them), or prompt and response. A result is the row with reward, \

@@ -11,12 +11,12 @@ use crate::launch::run::Run;
 use crate::launch::{gpu, run_lock, snapshots};
 use crate::metrics::Terminal;
 use crate::{plan, train};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// run the job of a TOML file; run the same command again to resume
-#[derive(FromArgs)]
+#[derive(ArgsInfo, FromArgs)]
 #[argh(subcommand, name = "run")]
 pub struct Args {
     /// the job file

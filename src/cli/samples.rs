@@ -7,14 +7,14 @@ use crate::experience::marked;
 use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde::Serialize;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 /// Show the prompts, responses and scores of a recorded step, grouped by prompt. For evaluations, show the held-out
 /// rows with their rewards: both responses of a pair, the responses to a prompt, or the steps of a text.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "samples")]
 pub struct Args {
     /// a run directory

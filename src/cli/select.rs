@@ -5,12 +5,12 @@ use super::rows::{self, Row, text, tokens};
 use crate::data::rows::required;
 use crate::error::{Error, Result};
 use crate::text::kind_of;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 
 /// Select scored responses as training data: rows for SFT, or pairs for reward models and DPO.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "select")]
 #[argh(
     note = "Rows are the output of `generate --samples N | reward`, or have prompt (or messages), response and reward. A result \

@@ -5,7 +5,7 @@ use super::out::{self, note};
 use std::path::PathBuf;
 use std::time::Instant;
 
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 
 use super::out::say;
 use super::rows::{Row, object};
@@ -19,7 +19,7 @@ use crate::metrics::one_line;
 use crate::text::Tokenizer;
 
 /// Convert rows of JSONL, Parquet or Arrow to a memory-mapped token shard (Megatron .bin and .idx with a sidecar).
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "shard")]
 #[allow(clippy::struct_excessive_bools)]
 pub struct Args {

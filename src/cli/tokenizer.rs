@@ -3,7 +3,7 @@
 use super::out::{self, note};
 use std::path::{Path, PathBuf};
 
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 
 use super::rows::{self, Row};
 use crate::config::limits::{self, VOCABULARY_MAX};
@@ -15,7 +15,7 @@ use crate::sys::files;
 use crate::text::{Tokenizer, train_bpe};
 
 /// Train a byte-level BPE tokenizer on files of rows or text.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "tokenizer")]
 pub struct Args {
     /// JSONL, Parquet or Arrow (the string fields that --field names), or text files (each line)

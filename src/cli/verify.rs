@@ -18,18 +18,19 @@ pub mod step;
 mod tensors;
 mod trials;
 
+use super::hub;
 use super::ranks::Ranks;
 use crate::comm::{self, World};
 use crate::config::job::DeviceName;
 use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use model::Request;
 use std::path::{Path, PathBuf};
 
 /// Compare two computations of a model: hidden states of each layer, logits, sampled tokens. Or check a machine with a job.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "verify")]
 #[argh(
     note = "With a model directory: its files, tokenizer and sampler; with --against, --layout or --device gpu also where the \
@@ -38,7 +39,7 @@ use std::path::{Path, PathBuf};
 )]
 pub struct Args {
     /// a Hugging Face model directory, or a job file (.toml)
-    #[argh(positional)]
+    #[argh(positional, from_str_fn(hub::model))]
     what: PathBuf,
 
     /// changes to a job: key.path=value ...
@@ -46,7 +47,7 @@ pub struct Args {
     overrides: Vec<String>,
 
     /// another model directory, or a dump (.safetensors) by jobs/tools/dump_model.py
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     against: Option<PathBuf>,
 
     /// a layout of the started ranks, such as tensor=2 or data=2,sequence=2,zero=3, to compare with one rank

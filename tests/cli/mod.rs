@@ -2,6 +2,7 @@
 
 mod adapters;
 pub mod command;
+mod completion;
 mod compose;
 pub mod corpus;
 mod data;

@@ -1,7 +1,7 @@
 //! The command line of `bench`.
 
 use crate::tensor::DType;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::path::PathBuf;
 
 /// Measure speed and compare it with the machine's peaks (multiply-add and memory reads). Results are medians; the
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 /// Suites: kernels (GEMM, attention, head, norms, AdamW), rollout (sampling), train (one optimizer step), ppo (one step
 /// with actor, critic and reference), logprobs (a large vocabulary), or all of these. Under mpirun: collectives.
 /// With a GPU: cuda (the kernels, compared with a large copy and a large GEMM).
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "bench")]
 pub struct Args {
     /// kernels, rollout, train, ppo, logprobs, all, collectives or cuda

@@ -9,13 +9,13 @@ use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
 use crate::rollout::{Beams, EarlyStopping};
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use std::path::PathBuf;
 
 /// Generate responses: one JSON line per prompt in, one JSON line per response out, in the same order.
 // Each flag is an option of its own.
 #[expect(clippy::struct_excessive_bools)]
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "generate")]
 #[argh(
     note = "A row has one of: prompt (a string, encoded with the tokenizer's own special tokens), messages (a list, encoded \
