@@ -21,6 +21,7 @@ mod offline;
 mod process;
 mod ranks;
 mod report;
+mod results;
 mod summary;
 mod templates;
 mod terminal;
