@@ -12,7 +12,7 @@ use crate::comm::{self, World, abort, records};
 use crate::error::{Error, Result};
 use crate::launch::replay::{Replay, Update, rewound};
 use crate::train;
-use argh::FromArgs;
+use argh::{ArgsInfo, FromArgs};
 use compare::Found;
 use prepare::{Asked, Prepared};
 use saved::Saved;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 /// Compute a recorded step of a run again, and compare it with the record: log-probabilities, values, rewards,
 /// advantages, losses and gradient norms.
-#[derive(FromArgs, Debug)]
+#[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "replay")]
 #[argh(
     note = "The run's directory is only read. On the layout of the run, the result is equal to the bit. Under mpirun with other ranks \
