@@ -38,6 +38,7 @@ pub fn run(data: &[u8]) {
                 let Ok(file) = StepFile::open(&path, 1) else { return };
                 let samples = file.samples().map_or(0, |samples| samples.len());
                 drop(file.scores());
+                drop(file.experience());
                 (0..samples.min(8)).for_each(|i| drop(file.tokens(i)));
             };
             let hook: Box<dyn Fn(&std::panic::PanicHookInfo) + Send + Sync> = Box::new(|panic| eprintln!("{panic}"));
