@@ -14,6 +14,7 @@ mod operations;
 pub mod page;
 pub mod replicas;
 mod resume;
+mod saved;
 pub mod step;
 mod tensors;
 mod trials;

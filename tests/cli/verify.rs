@@ -230,6 +230,7 @@ fn a_machine_with_the_ranks_of_a_job_passes() {
         "killed after step",
         "ends with the same weights to the bit",
         "equal those of training to the bit",
+        "the next step is the same to the bit",
     ];
     fixture.verify(&["job.toml"]).page(0, &words);
     assert_eq!(fixture.files("."), before, "nothing is left");

@@ -4,8 +4,10 @@
 use super::compare::exceeds;
 use super::page::Check;
 use super::replicas;
+use super::saved;
 use crate::comm::{Axes, records};
 use crate::config::Config;
+use crate::config::optim::OptimConfig;
 use crate::config::rollout::RolloutConfig;
 use crate::data::SftRow;
 use crate::device::Device;
@@ -20,7 +22,7 @@ use crate::model::load::ModelFiles;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
 use crate::rollout::{Engine, Hooks, requests};
-use crate::sys::files::xxh3;
+use crate::sys::files::{parent, xxh3};
 use crate::sys::memory;
 use crate::tensor::DType;
 use crate::train::methods::sft::CrossEntropy;
@@ -84,7 +86,24 @@ impl Setting<'_> {
         let wrong = records::gather(all, &[replicas::unlike_others(&learner.role.weights, axes)?])?.concat();
         checks.push(replicas_check(wrong, axes.all.size()));
         checks.push(self.sampler(&arch, &learner)?);
+        let other = all.agree(self.allocated(&arch, axes, layout.zero))?;
+        checks.push(saved::check(parent(self.dir), self.ranks, learner, other, |learner| {
+            Self::step(learner, axes).map(drop)
+        })?);
         Ok(checks)
+    }
+
+    /// A learner whose weights and state come from a checkpoint.
+    fn allocated(&self, arch: &Arch, axes: &Axes, stage: usize) -> Result<Learner> {
+        let dtype = self.config.model.dtype();
+        let role = Role::allocate(self.device, "actor", &self.files(arch), None, dtype, axes, stage)?;
+        Learner::new(self.device, role, &self.optim(), &self.config.gradient, 100, axes, stage)
+    }
+
+    /// With so large an eps the update is smooth in the gradient, so rounding errors stay small.
+    fn optim(&self) -> OptimConfig {
+        let actor = self.config.optim.actor.clone();
+        OptimConfig { clip_norm: 0.0, eps: 1.0, lr: 0.1, warmup_ratio: 0.0, ..actor }
     }
 
     fn files<'a>(&'a self, arch: &'a Arch) -> ModelFiles<'a> {
@@ -96,11 +115,8 @@ impl Setting<'_> {
     }
 
     fn learner(&self, arch: &Arch, axes: &Axes, stage: usize) -> Result<Learner> {
-        let mut optim = self.config.optim.actor.clone();
-        // With so large an eps the update is smooth in the gradient, so rounding errors stay small.
-        (optim.clip_norm, optim.eps, optim.lr, optim.warmup_ratio) = (0.0, 1.0, 0.1, 0.0);
         let role = self.role(arch, axes, stage)?;
-        Learner::new(self.device, role, &optim, &self.config.gradient, 100, axes, stage)?.with_masters()
+        Learner::new(self.device, role, &self.optim(), &self.config.gradient, 100, axes, stage)?.with_masters()
     }
 
     /// A step on the same rows on every layout.
