@@ -39,6 +39,46 @@ pub struct AdvantageStats {
     pub advantage_std: f64,
 }
 
+/// Points in which other systems differ from the defaults here. A job has the defaults; `replay --batch` sets them as the
+/// batch of another system says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Details {
+    /// Added to the standard deviation of a group before the division by it.
+    pub group_epsilon: f64,
+    pub group_std: GroupStd,
+    pub whitening: Whitening,
+}
+
+impl Default for Details {
+    fn default() -> Self {
+        Self { group_epsilon: 1e-9, group_std: GroupStd::Sample, whitening: Whitening::ByEstimator }
+    }
+}
+
+/// The standard deviation that divides the scores of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupStd {
+    /// Unbiased, of the group.
+    Sample,
+    /// That of the population, which is the group.
+    Population,
+    /// Unbiased, of the scores of all groups.
+    Batch,
+}
+
+/// The whitening of advantages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Whitening {
+    /// With the population deviation if the estimator has it.
+    ByEstimator,
+    None,
+    Population,
+    /// With the unbiased deviation.
+    Sample,
+}
+
 /// The state of advantages from step to step; part of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdvantageState {
@@ -74,6 +114,27 @@ pub fn compute_step(
     state: &mut AdvantageState,
     samples: &mut [Experience],
 ) -> Result<AdvantageStats> {
+    let details = Details::default();
+    let mut stats = compute_rewards(config, &details, weights, state, samples)?;
+    (stats.advantage_mean, stats.advantage_std) = compute_advantages(config, &details, samples);
+    state.kl.update(stats.kl_mean, samples.len());
+    Ok(stats)
+}
+
+/// The first half of `compute_step`: fills `kl` and `rewards`.
+///
+/// # Errors
+/// `Fault` if a number is not finite.
+///
+/// # Panics
+/// If lengths differ, or a grouped estimator gets a prompt with one sample.
+pub fn compute_rewards(
+    config: &PpoConfig,
+    details: &Details,
+    weights: &BTreeMap<String, f32>,
+    state: &mut AdvantageState,
+    samples: &mut [Experience],
+) -> Result<AdvantageStats> {
     check(config, samples)?;
     if config.mask_truncated {
         scores::mask_truncated(samples);
@@ -89,7 +150,7 @@ pub fn compute_step(
     let (reward_mean, reward_std) = whitening::moments(scores.iter().copied());
     let equal_groups_ratio = group::equal_ratio(&scores, samples);
     if config.advantage.is_grouped() {
-        group::shape(config.advantage, weights, &mut scores, samples);
+        group::shape(config.advantage, details, weights, &mut scores, samples);
     }
     if config.advantage == Estimator::FlashReinforce {
         scores = scores.into_iter().map(|score| score - reward_mean).collect();
@@ -109,15 +170,9 @@ pub fn compute_step(
     for (sample, score) in samples.iter_mut().zip(scores) {
         kl::fill(config.kl_estimator, sample);
         scores::place(beta, score.clamp(low, high), sample);
-        estimate(config, sample);
     }
     let kl_mean = whitening::moments(learned(samples, |s| &s.kl)).0;
     let return_mean = learned(samples, |s| &s.rewards).sum::<f64>() / samples.len().max(1) as f64;
-    let (advantage_mean, advantage_std) = whitening::moments(learned(samples, |s| &s.advantages));
-    if config.advantage.is_whitened() {
-        whitening::whiten(config.advantage_std, advantage_mean, advantage_std, samples);
-    }
-    state.kl.update(kl_mean, samples.len());
     Ok(AdvantageStats {
         score_mean,
         reward_mean,
@@ -127,9 +182,33 @@ pub fn compute_step(
         equal_groups_ratio,
         kl_mean,
         return_mean,
-        advantage_mean,
-        advantage_std,
+        ..AdvantageStats::default()
     })
+}
+
+/// The second half of `compute_step`: fills `advantages` and `returns` from `rewards` and `values`. Returns the mean and
+/// the deviation of the advantages before whitening.
+pub fn compute_advantages(config: &PpoConfig, details: &Details, samples: &mut [Experience]) -> (f64, f64) {
+    for sample in &mut *samples {
+        estimate(config, sample);
+    }
+    let (mean, std) = whitening::moments(learned(samples, |s| &s.advantages));
+    let is_whitened = match details.whitening {
+        Whitening::ByEstimator => config.advantage.is_whitened(),
+        Whitening::None => false,
+        Whitening::Population | Whitening::Sample => true,
+    };
+    if is_whitened {
+        let is_sample = details.whitening == Whitening::Sample;
+        let std_in_force = if is_sample { unbiased(std, learned(samples, |s| &s.advantages).count()) } else { std };
+        whitening::whiten(config.advantage_std, mean, std_in_force, samples);
+    }
+    (mean, std)
+}
+
+/// The unbiased standard deviation of `n` numbers with this population deviation.
+fn unbiased(std: f64, n: usize) -> f64 {
+    std * (n as f64 / (n as f64 - 1.0).max(1.0)).sqrt()
 }
 
 /// The greedy response to each sample's prompt, with the fields that shape its score.

@@ -1,25 +1,28 @@
-//! `replay`: a recorded step of a run, computed again from its record and the checkpoint before it.
+//! `replay`: a recorded step of a run, computed again from its record and the checkpoint before it; or a batch of another
+//! system.
 
+mod batch;
 mod compare;
 mod prepare;
 mod saved;
 mod show;
 mod table;
 
-use super::out;
 use super::run as job;
+use super::{out, rows};
 use crate::comm::{self, World, abort, records};
 use crate::error::{Error, Result};
 use crate::launch::replay::{Replay, Update, rewound};
 use crate::train;
 use argh::{ArgsInfo, FromArgs};
+use batch::Batch;
 use compare::Found;
 use prepare::{Asked, Prepared};
 use saved::Saved;
 use std::path::{Path, PathBuf};
 
 /// Compute a recorded step of a run again, and compare it with the record: log-probabilities, values, rewards,
-/// advantages, losses and gradient norms.
+/// advantages, losses and gradient norms. With --batch, do the same for a batch of another system.
 #[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "replay")]
 #[argh(
@@ -54,6 +57,26 @@ pub struct Args {
     /// replace the file of --save if it exists
     #[argh(switch)]
     pub force: bool,
+
+    /// instead of a run: a batch of OpenRLHF, TRL or verl, as jobs/tools/dump_batch_*.py write it (`help equality`)
+    #[argh(option)]
+    pub batch: Option<PathBuf>,
+
+    /// with --batch: the directory of the policy (default: as the file names it)
+    #[argh(option)]
+    pub model: Option<PathBuf>,
+
+    /// with --batch: the directory of the reference model
+    #[argh(option)]
+    pub reference: Option<PathBuf>,
+
+    /// with --batch: the directory of the critic
+    #[argh(option)]
+    pub critic: Option<PathBuf>,
+
+    /// with --batch: the largest difference that counts as equal, as a part of the larger number or of 1 (default: 1e-6)
+    #[argh(option)]
+    pub tolerance: Option<f64>,
 }
 
 /// The hint of errors about models and data that are not those of the run.
@@ -61,6 +84,19 @@ const OF_INPUTS: &str = "a replay needs the models, the data and the tokenizer t
                          --with checkpoint.changed_inputs=accept takes others";
 
 pub fn run(args: &Args) -> Result<()> {
+    if let Some(file) = &args.batch {
+        // It is the work of one process.
+        return if rows::is_worker() { of_batch(args, file) } else { Ok(()) };
+    }
+    let of_batch = [
+        ("--model", args.model.is_some()),
+        ("--reference", args.reference.is_some()),
+        ("--critic", args.critic.is_some()),
+        ("--tolerance", args.tolerance.is_some()),
+    ];
+    if let Some((option, _)) = of_batch.iter().find(|(_, is_given)| *is_given) {
+        return Err(Error::usage(format!("{option} is an option of --batch")));
+    }
     let world = World::start()?;
     match replay(args, &world) {
         Ok(()) => {
@@ -70,6 +106,18 @@ pub fn run(args: &Args) -> Result<()> {
         // Ends all ranks, and reports the error once.
         Err(error) => abort::fail(&error),
     }
+}
+
+fn of_batch(args: &Args, file: &Path) -> Result<()> {
+    let Args { model, reference, critic, .. } = args;
+    let of_step = args.step.is_some() || args.update.is_some() || !args.with.is_empty();
+    let of_files = args.save.is_some() || args.against.is_some();
+    Error::need(
+        args.run.is_none() && !of_step && !of_files,
+        "--batch replaces the run, --step, --update, --with, --save and --against",
+    )?;
+    let [model, reference, critic] = [model, reference, critic].map(Option::as_deref);
+    batch::run(&Batch { file, model, reference, critic, tolerance: args.tolerance.unwrap_or(1e-6) })
 }
 
 fn replay(args: &Args, world: &World) -> Result<()> {

@@ -117,6 +117,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("ppo.kl_coef", "init_kl_coef kl_loss_coef beta kl_ctrl_coef reference_policy_kl_penalty"),
     ("ppo.kl_estimator", "kl_penalty use_kl_estimator_k3"),
     ("ppo.kl_in", "use_kl_loss use_kl_in_reward"),
+    ("ppo.kl_weighted", "use_bias_correction_kl"),
     ("ppo.kl_target", "target_kl target"),
     ("ppo.kl_horizon", "horizon"),
     ("ppo.reward_clip", "reward_clip_range cliprange_reward"),

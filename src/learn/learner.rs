@@ -148,6 +148,13 @@ impl Learner {
         self.all_gather();
     }
 
+    /// Sums the gradient over ranks, and returns its norm and its clip factor (`Zero::measure`). A collective.
+    pub fn measure(&mut self, axes: &Axes) -> (f64, f32) {
+        self.sum.finish();
+        let grads = &self.sum.grads;
+        self.zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor)
+    }
+
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
     ///
     /// # Errors
@@ -155,9 +162,7 @@ impl Learner {
     pub fn step(&mut self, axes: &Axes) -> Result<()> {
         let lr = lr_at(&self.optim, self.zero.updates, self.updates_total);
         let _span = trace::span(Category::Pass, "optimizer step", "", || []);
-        self.sum.finish();
-        let grads = &self.sum.grads;
-        let (grad_norm, clip_scale) = self.zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor);
+        let (grad_norm, clip_scale) = self.measure(axes);
         if !grad_norm.is_finite() {
             return Err(non_finite::of_gradient(&self.role, &self.sum, &self.zero, axes));
         }

@@ -71,9 +71,9 @@ impl AddAssign for PolicySums {
 /// - `gspo`: as `clip` with r = exp(mean_t (l - o)) over the tokens with a weight: the range must then be exactly
 ///   one whole sequence (arXiv:2507.18071)
 ///
-/// f = correction factors. `kl_beta` is the current coefficient (`kl_coef`, or the controller's value). Writes (does
-/// not add) the derivatives of the minibatch's loss by l and H to `dlogprobs` and `dentropy`. `dentropy` is as long as
-/// `entropy`.
+/// With `kl_weighted`, kl_t is the estimate times r (arXiv:2512.02556). f = correction factors. `kl_beta` is the current
+/// coefficient (`kl_coef`, or the controller's value). Writes (does not add) the derivatives of the minibatch's loss by l
+/// and H to `dlogprobs` and `dentropy`. `dentropy` is as long as `entropy`.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -230,6 +230,12 @@ fn gspo_terms(config: &PpoConfig, tokens: &PolicyTokens, dlogprobs: &mut [f32], 
     }
 }
 
+/// The KL estimate of a token times its ratio, and the derivative by l.
+fn weighted(log_ratio: f64, kl: f64, slope: f64) -> (f64, f64) {
+    let (r, dr) = ratio(log_ratio);
+    (r * kl, r * slope + dr * kl)
+}
+
 fn kl_terms(config: &PpoConfig, beta: f64, tokens: &PolicyTokens, dlogprobs: &mut [f32], sums: &mut PolicySums) {
     if tokens.ref_logprobs.is_empty() {
         return;
@@ -240,6 +246,7 @@ fn kl_terms(config: &PpoConfig, beta: f64, tokens: &PolicyTokens, dlogprobs: &mu
         sums.kl += kl;
         if beta != 0.0 {
             let weight = beta * f64::from(tokens.weights[t]);
+            let (kl, slope) = if config.kl_weighted { weighted(tokens.log_ratio(t), kl, slope) } else { (kl, slope) };
             sums.loss += weight * kl;
             dlogprobs[t] += (weight * slope) as f32;
         }

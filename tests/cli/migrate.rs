@@ -62,6 +62,7 @@ const FACTS: &[(&str, &str, &str)] = &[
     ("grpo", "ppo.kl_in", r#""none""#),
     ("grpo-kl", "ppo.advantage", r#""dr-grpo""#),
     ("grpo-kl", "ppo.epochs", "2"),
+    ("grpo-kl", "ppo.kl_weighted", "true"),
     ("grpo-cispo", "ppo.clip_high", "4.0"),
     ("grpo-gspo", "ppo.loss", r#""gspo""#),
     ("cpo-simpo", "dpo.simpo_margin", "1.0"),

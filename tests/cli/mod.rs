@@ -1,6 +1,7 @@
 //! Tests of the program from the outside: the binary, its exit codes and its messages.
 
 mod adapters;
+mod batches;
 pub mod command;
 mod completion;
 mod compose;

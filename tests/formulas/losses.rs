@@ -100,6 +100,10 @@ fn policy_derivatives_equal_finite_differences() {
                 ..clip.clone()
             },
         ),
+        (
+            "weighted kl",
+            PpoConfig { kl_in: KlIn::Loss, kl_estimator: KlEstimator::K3, kl_weighted: true, ..clip.clone() },
+        ),
         ("fixed sum", PpoConfig { aggregation: Aggregation::SequenceSumFixed, ..clip.clone() }),
         ("sapo", PpoConfig { loss: PolicyLossKind::Sapo, sapo_tau_negative: 2.0, ..clip }),
     ];

@@ -231,6 +231,14 @@ fn groups(draft: &mut Draft, method: &str) {
         draft.set("ppo.kl_in", if method == "grpo" { "loss" } else { "reward" }, &["beta"]);
         draft.set("ppo.kl_estimator", if method == "grpo" { "k3" } else { "k1" }, &["beta"]);
     }
+    if beta != 0.0 && method == "grpo" {
+        let is_sequence = draft.text(&["importance_sampling_level"]).is_some_and(|level| level == "sequence");
+        let is_weighted = draft.is_true(&["use_bias_correction_kl"]);
+        draft.set("ppo.kl_weighted", is_weighted && !is_sequence, &["use_bias_correction_kl"]);
+        if is_weighted && is_sequence {
+            draft.note("use_bias_correction_kl", Kind::Approximate, "no weight of the KL with one ratio per sequence");
+        }
+    }
     let loss = draft.text(&["loss_type"]).unwrap_or_default();
     let clip = draft.number(&["epsilon"]).unwrap_or(0.2);
     let high = draft.number(&["epsilon_high"]).unwrap_or(clip);

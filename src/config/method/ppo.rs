@@ -210,6 +210,7 @@ table! {
         pub kl_coef: f32 = 0.01 => 0.0..=FINITE,
         pub kl_estimator: KlEstimator = KlEstimator::K1,
         pub kl_in: KlIn = KlIn::Reward,
+        pub kl_weighted: bool = false,
         pub kl_target: f32 = 0.0 => 0.0..=FINITE,
         pub kl_horizon: f32 = 10_000.0 => 1.0..=FINITE,
 
@@ -279,6 +280,12 @@ impl PpoConfig {
                 "ppo.kl_in = \"loss\" does not support ppo.kl_estimator = \"k1\", whose gradient does not lower the KL",
             )
             .hint("set ppo.kl_estimator = \"k2\" or \"k3\""));
+        }
+        if self.loss == PolicyLossKind::Gspo && self.kl_weighted {
+            return Err(Error::usage(
+                "ppo.kl_weighted weights the KL of tokens, but ppo.loss = \"gspo\" has one ratio per sequence",
+            )
+            .hint("set ppo.kl_weighted = false, or ppo.loss = \"clip\""));
         }
         if self.loss == PolicyLossKind::Gspo && self.correction != Correction::None {
             return Err(Error::usage(
@@ -406,6 +413,7 @@ impl MethodConfig for PpoConfig {
             ("ppo.kl_coef", "ppo.kl_in = \"reward\" or \"loss\"",
                 |ppo, _| ppo.kl_in != KlIn::None || ppo.kl_coef == 0.0),
             ("ppo.kl_estimator", "ppo.kl_in = \"reward\" or \"loss\", or model.reference", |ppo, shared| ppo.uses(shared).reference),
+            ("ppo.kl_weighted", "ppo.kl_in = \"loss\"", |ppo, _| ppo.kl_in == KlIn::Loss),
             ("ppo.kl_horizon", "ppo.kl_target above 0", |ppo, _| ppo.kl_target > 0.0),
             ("ppo.overlong_tokens_max ppo.overlong_penalty", "ppo.overlong_buffer_tokens above 0",
                 |ppo, _| ppo.overlong_buffer_tokens > 0),

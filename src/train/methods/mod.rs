@@ -5,7 +5,7 @@ mod eval;
 mod kto;
 mod on_policy;
 mod pairs;
-mod policy_columns;
+pub mod policy_columns;
 mod ppo;
 mod preference;
 mod reference;

@@ -50,6 +50,7 @@ impl PolicyColumns {
     }
 
     /// The columns of the tokens that the part `row` predicts.
+    #[must_use]
     pub fn select(&self, row: &PackedRow) -> Self {
         let Self { old_logprobs, ref_logprobs, advantages, factors, weights } = self;
         let all = [old_logprobs, ref_logprobs, advantages, factors, weights];
