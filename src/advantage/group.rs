@@ -1,6 +1,6 @@
 //! Shaping a score by the other samples of its prompt.
 
-use super::{Details, GroupStd};
+use super::details::{Details, GroupStd};
 use crate::config::method::ppo::Estimator;
 use crate::experience::Experience;
 use std::collections::{BTreeMap, BTreeSet};

@@ -100,7 +100,7 @@ fn changed(fixture: &Fixture, tensor: Option<(&str, Option<Vec<i64>>)>, setting:
 }
 
 #[test]
-fn a_file_that_is_not_a_batch_is_refused_by_the_name_of_what_is_wrong() {
+fn a_file_that_is_not_a_batch_is_rejected_and_the_error_names_the_mistake() {
     let fixture = Fixture::new();
     fixture.run(&["replay", "--batch", "none.safetensors"]).refused(74, &["none.safetensors"]);
     fixture.write("text.safetensors", "not a header");

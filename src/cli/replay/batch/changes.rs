@@ -1,7 +1,8 @@
 //! What another system may do differently: changes of the settings or the rows of a batch, each with its name.
 
 use super::compute::Case;
-use crate::advantage::{GroupStd, Whitening, whitening};
+use crate::advantage::details::{GroupStd, Whitening};
+use crate::advantage::whitening;
 use crate::config::method::ppo::{Aggregation, Correction, Estimator, KlEstimator, KlIn, PolicyLossKind};
 use crate::config::name;
 

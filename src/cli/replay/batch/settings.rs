@@ -1,6 +1,6 @@
 //! The settings of a batch: keys of a job, and the points in which other systems differ from it.
 
-use crate::advantage::Details;
+use crate::advantage::details::Details;
 use crate::config::method::ppo::Aggregation;
 use crate::config::{self, Config};
 use crate::error::{Error, Result};
