@@ -153,7 +153,7 @@ impl Call {
     }
 
     /// The same as a question to a world rank.
-    pub(super) fn asked_of(mut self, rank: usize) -> Self {
+    pub(super) fn asking(mut self, rank: usize) -> Self {
         self.of = Of::Rank(rank);
         self
     }

@@ -66,7 +66,7 @@ impl Group {
     /// Waits for the reply to this rank's request.
     fn reply(&self, comm: Comm) -> u64 {
         let first = self.member(0).world_rank;
-        let _call = begin_call(self.axis(), "queue", size_of::<u64>()).asked_of(first);
+        let _call = begin_call(self.axis(), "queue", size_of::<u64>()).asking(first);
         let mut next = [0];
         // SAFETY: the buffer lives until the request was waited for.
         unsafe { comm.receive(0, REPLY, &mut next) }.wait();

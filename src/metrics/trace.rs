@@ -99,6 +99,21 @@ impl RankTrace {
 /// The number of spans of a step from which its file is compressed: about 10 MB.
 const PLAIN_MAX: usize = 60_000;
 
+/// The rows of a rank.
+const LANES: usize = 4096;
+
+/// The numbers of a rank's process and of its row. Perfetto takes process 0 and thread 0 for an idle processor, and needs
+/// different threads in different processes.
+fn pid_tid(rank: usize, lane: usize) -> (usize, usize) {
+    (rank + 1, rank * LANES + lane.min(LANES - 1) + 1)
+}
+
+/// The rank and the row of these numbers.
+pub(super) fn rank_lane(pid: usize, tid: usize) -> Option<(usize, u32)> {
+    let lane = tid.checked_sub(1)? % LANES;
+    Some((pid.checked_sub(1)?, lane as u32))
+}
+
 /// A file under construction, in memory.
 pub struct TraceFile {
     run_dir: PathBuf,
@@ -163,21 +178,23 @@ impl TraceFile {
         let quoted: Vec<String> = texts.iter().map(|text| json(text)).collect();
         for span in spans {
             let (name, category) = (&quoted[span.name as usize], Category::ALL[span.category as usize].name());
-            let (lane, start, length) = (span.lane, microseconds(span.start), microseconds(span.length));
+            let (pid, tid) = pid_tid(rank, span.lane as usize);
+            let (start, length) = (microseconds(span.start), microseconds(span.length));
             let labels = texts[span.labels as usize].split_whitespace();
             let numbers = labels.zip(span.numbers).map(|(label, number)| format!("\"{label}\":{number}"));
             let group = span.group.map(|group| format!("\"group\":{}", quoted[group as usize]));
             let args = numbers.chain(group).collect::<Vec<_>>().join(",");
             let args = if args.is_empty() { args } else { format!(",\"args\":{{{args}}}") };
             self.event(&format!(
-                "{{\"ph\":\"X\",\"name\":{name},\"cat\":\"{category}\",\"pid\":{rank},\"tid\":{lane},\"ts\":{start},\"dur\":{length}{args}}}"
+                "{{\"ph\":\"X\",\"name\":{name},\"cat\":\"{category}\",\"pid\":{pid},\"tid\":{tid},\"ts\":{start},\"dur\":{length}{args}}}"
             ));
         }
     }
 
     fn about(&mut self, rank: usize, lane: usize, what: &str, value: &str, key: &str) {
+        let (pid, tid) = pid_tid(rank, lane);
         self.event(&format!(
-            "{{\"ph\":\"M\",\"name\":\"{what}\",\"pid\":{rank},\"tid\":{lane},\"args\":{{\"{key}\":{value}}}}}"
+            "{{\"ph\":\"M\",\"name\":\"{what}\",\"pid\":{pid},\"tid\":{tid},\"args\":{{\"{key}\":{value}}}}}"
         ));
     }
 

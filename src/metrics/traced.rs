@@ -1,5 +1,6 @@
 //! Reads a trace: the spans of a step of all ranks, without single operations and layers.
 
+use super::trace::rank_lane;
 use crate::error::{Error, Result};
 use crate::sys::files;
 use crate::sys::trace::Category;
@@ -66,7 +67,7 @@ struct Event {
     #[serde(default)]
     cat: String,
     pid: usize,
-    tid: u32,
+    tid: usize,
     #[serde(default)]
     ts: f64,
     #[serde(default)]
@@ -103,13 +104,14 @@ impl<'de> Deserialize<'de> for Ranks {
             fn visit_seq<A: SeqAccess<'de>>(self, mut events: A) -> std::result::Result<Ranks, A::Error> {
                 let mut ranks: Vec<TracedRank> = Vec::new();
                 while let Some(event) = events.next_element::<Event>()? {
-                    if event.pid >= RANKS_MAX {
+                    let known = rank_lane(event.pid, event.tid).filter(|(rank, _)| *rank < RANKS_MAX);
+                    let Some((rank, lane)) = known else {
                         return Err(serde::de::Error::custom(format!("pid {} is no rank", event.pid)));
+                    };
+                    if rank >= ranks.len() {
+                        ranks.resize_with(rank + 1, TracedRank::default);
                     }
-                    if event.pid >= ranks.len() {
-                        ranks.resize_with(event.pid + 1, TracedRank::default);
-                    }
-                    ranks[event.pid].add(event);
+                    ranks[rank].add(lane, event);
                 }
                 Ok(Ranks(ranks))
             }
@@ -119,8 +121,8 @@ impl<'de> Deserialize<'de> for Ranks {
 }
 
 impl TracedRank {
-    fn add(&mut self, event: Event) {
-        let Event { ph, name, cat, tid: lane, ts, dur, args, .. } = event;
+    fn add(&mut self, lane: u32, event: Event) {
+        let Event { ph, name, cat, ts, dur, args, .. } = event;
         match (&*ph, &*name) {
             ("M", "process_name") => self.name = args.name,
             ("M", "thread_name") => drop(self.lanes.insert(lane, args.name)),

@@ -29,7 +29,8 @@ fn events(job: &Job, step: u64) -> Vec<Event> {
     let all = trace["traceEvents"].as_array().expect("a list").iter();
     let ns = |value: &Value| (value.as_f64().expect("a time") * 1e3).round() as u64;
     let event = |json: &Value| {
-        let [rank, lane] = ["pid", "tid"].map(|key| json[key].as_u64().expect("a number"));
+        let [pid, lane] = ["pid", "tid"].map(|key| json[key].as_u64().expect("a number"));
+        let rank = pid - 1;
         let start = ns(&json["ts"]);
         Event { rank, lane, time: (start, start + ns(&json["dur"])), json: json.clone() }
     };
@@ -37,6 +38,10 @@ fn events(job: &Job, step: u64) -> Vec<Event> {
 }
 
 fn spans_of_a_row_are_in_order_and_nest(events: &[Event]) {
+    // Perfetto joins rows of the same number, and has a use of its own for 0.
+    let ranks: BTreeSet<(u64, u64)> = events.iter().map(|event| (event.lane, event.rank)).collect();
+    let lanes: BTreeSet<u64> = ranks.iter().map(|(lane, _)| *lane).collect();
+    assert!(lanes.len() == ranks.len() && !lanes.contains(&0), "{ranks:?}");
     let mut open: BTreeMap<(u64, u64), Vec<(u64, u64)>> = BTreeMap::new();
     let mut last: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for Event { rank, lane, time: (start, end), json } in events {

@@ -28,8 +28,7 @@ fn class(name: &str) -> &'static str {
 fn seconds(ns: u64) -> String {
     let s = ns as f64 * 1e-9;
     match ns {
-        0 => "0".to_string(),
-        1..1_000_000 => format!("{:.3} ms", 1e3 * s),
+        0..1_000_000 => format!("{:.3} ms", 1e3 * s),
         1_000_000..1_000_000_000 => format!("{:.1} ms", 1e3 * s),
         _ => format!("{s:.2} s"),
     }
