@@ -268,3 +268,26 @@ fn an_engine_uses_at_most_the_memory_that_weights_and_cache_leave() {
     assert_eq!(engine.kv_bytes() as u64, cache);
     assert!(outcome.graph_steps > 0 && !outcome.responses.contains(&None));
 }
+
+/// An emulated NCCL joins the emulated GPUs of two ranks. It is slower than the links that the plan assumes.
+#[test]
+fn verify_compares_a_gpu_with_the_cpu_and_names_the_slow_link_of_emulated_gpus() {
+    if skip_on_a_real_gpu() {
+        return;
+    }
+    let dir = prepared();
+    let page = |ranks: usize, line: &str, code: i32, words: &[&str]| {
+        let done = command(ranks, dir.path(), line).output().expect("the binary starts");
+        let page = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert_eq!(done.status.code(), Some(code), "{page}{}", output_text(&done));
+        for word in words {
+            assert!(page.contains(word), "{word:?} is not in:\n{page}");
+        }
+    };
+    page(1, "verify model --device gpu", 0, &["rounding of bf16 explains all differences"]);
+    let slow = "FAIL  collectives   slow link: all-reduce over the data axis of ranks 0 to 1";
+    let checks =
+        ["step", "sharded step", "replicas", "sampler", "checkpoint", "clocks"].map(|name| format!("ok    {name} "));
+    let words: Vec<&str> = checks.iter().map(String::as_str).chain(["NCCL", slow]).collect();
+    page(2, "verify sft.toml", 1, &words);
+}

@@ -51,6 +51,17 @@ pub fn by_rank(world: &World, mine: Option<String>) -> Result<Vec<String>> {
     Ok(all.into_iter().enumerate().filter_map(named).collect())
 }
 
+/// The different sentences of all ranks. All ranks call this.
+///
+/// # Errors
+/// `Fault` if the ranks cannot exchange them.
+pub fn distinct(group: &Group, mine: &[String]) -> Result<Vec<String>> {
+    let mut all = records::gather(group, mine)?;
+    all.sort();
+    all.dedup();
+    Ok(all)
+}
+
 /// Compares the weights of ranks that hold the same ones, unit by unit, by hash. Returns a sentence for each rank that
 /// differs from most others. All ranks of `axes` call this.
 ///

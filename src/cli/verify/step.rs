@@ -83,8 +83,8 @@ impl Setting<'_> {
             1 => Check::skipped("sharded step", "one rank"),
             _ => compare(&sharded, &alone, &before, &layout.describe(), self.config.model.dtype()),
         });
-        let wrong = records::gather(all, &[replicas::unlike_others(&learner.role.weights, axes)?])?.concat();
-        checks.push(replicas_check(wrong, axes.all.size()));
+        let wrong = replicas::distinct(all, &replicas::unlike_others(&learner.role.weights, axes)?)?;
+        checks.push(replicas_check(&wrong, axes.all.size()));
         checks.push(self.sampler(&arch, &learner)?);
         let other = all.agree(self.allocated(&arch, axes, layout.zero))?;
         checks.push(saved::check(parent(self.dir), self.ranks, learner, other, |learner| {
@@ -254,15 +254,12 @@ pub fn compare(sharded: &Stepped, alone: &Stepped, before: &[f32], layout: &str,
 }
 
 /// The check of replicas that differ, one sentence for each.
-fn replicas_check(wrong: Vec<String>, ranks: usize) -> Check {
-    let mut wrong = wrong;
-    wrong.sort();
-    wrong.dedup();
+fn replicas_check(wrong: &[String], ranks: usize) -> Check {
     if ranks == 1 {
         return Check::skipped("replicas", "one rank");
     }
     let text = || "ranks with the same weights hold the same bits after the step".to_owned();
-    Check::of_faults("replicas", &wrong, text)
+    Check::of_faults("replicas", wrong, text)
 }
 
 /// All weights, row-major in the order of the table, on the first rank of `axes`.
