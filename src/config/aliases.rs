@@ -13,7 +13,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("job.steps", "max_steps num_steps total_training_steps train_steps num_episodes total_episodes total_epochs"),
     (
         "model.actor",
-        "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model sft_model_path",
+        "pretrain model_name_or_path model_path model_name actor_path policy_model sft_model sft_model_path model_revision",
     ),
     ("model.reference", "ref_model ref_pretrain ref_model_path reference_model"),
     ("model.critic", "critic_pretrain value_model critic_model value_model_path"),
@@ -50,7 +50,10 @@ const ALIASES: &[(&str, &str)] = &[
     ),
     ("mesh.placement", "colocate_all_models colocate_actor_ref actor_num_gpus_per_node placement_group"),
     ("mesh.async_updates_max", "async_train async_queue_size staleness_threshold max_off_policy_steps partial_rollout"),
-    ("data.prompts", "prompt_data dataset dataset_name train_files train_data train_dataset data_path prompt_dataset"),
+    (
+        "data.prompts",
+        "prompt_data dataset dataset_name dataset_config train_files train_data train_dataset data_path prompt_dataset",
+    ),
     ("data.pretrain", "pretrain_data pretrain_dataset"),
     ("data.weights", "prompt_data_probs dataset_probs probs mixer"),
     ("data.rows_max", "max_samples train_max_samples"),

@@ -46,11 +46,14 @@ fn every_verb_and_option_is_proposed_from_its_definition() {
     assert!(verbs.len() > 18, "{verbs:?}");
     for verb in verbs.iter().filter(|verb| *verb != "help") {
         let help = fixture.run(&[verb, "--help"]).well().stdout;
-        let listed: BTreeSet<&str> = help
-            .lines()
-            .filter_map(|line| line.strip_prefix("  --"))
-            .map(|line| line.split_whitespace().next().unwrap_or_default().trim_end_matches(','))
-            .collect();
+        // `  --force   replace ...`, `  -o, --out  the ...`, `  --help, help  display ...`
+        let of_line = |line: &'static str| -> Option<&'static str> {
+            let option = line.strip_prefix("  -")?;
+            let option =
+                option.split_once(", --").filter(|(short, _)| short.len() == 1).map_or(option, |(_, long)| long);
+            Some(option.trim_start_matches('-').split([' ', ',']).next().unwrap_or_default())
+        };
+        let listed: BTreeSet<&str> = help.leak().lines().filter_map(of_line).collect();
         let given = proposed(&fixture, &[verb, "--"]);
         let given: BTreeSet<&str> = given.iter().filter_map(|word| word.strip_prefix("--")).collect();
         assert_eq!(given, listed, "{verb}");
