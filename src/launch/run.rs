@@ -139,15 +139,8 @@ impl Run {
         let peak_flops = peak_flops(&config, &plan, all);
         let dir = working_dir(&config.job.dir, dry_run);
         let recorder = open_records(&config, &dir, all)?;
-        if plan.is_tight {
-            recorder.warn(TIGHT);
-        }
-        if let Some(warning) = ranks.warn_of_split_tensors() {
+        for warning in warnings_of_start(&config, &plan, &ranks, device, &dir) {
             recorder.warn(&warning);
-        }
-        if device == Device::Cpu && !config.mesh.offload.is_empty() && sys::files::is_in_memory(&dir) {
-            let dir = dir.display();
-            recorder.warn(&format!("mesh.offload saves no memory, because {dir} is in memory itself (tmpfs)"));
         }
         Ok(Self {
             runs_ahead: config.mesh.async_updates_max > 0,
@@ -371,6 +364,16 @@ impl Run {
         values.extend(self.expected_of_fullest().map(|planned| (keys::MEMORY_PLANNED_BYTES, planned.taken as f64)));
         values
     }
+}
+
+/// The warnings about the layout and about the directory of the run.
+fn warnings_of_start(config: &Config, plan: &Expectations, ranks: &Ranks, device: Device, dir: &Path) -> Vec<String> {
+    let in_memory = device == Device::Cpu && !config.mesh.offload.is_empty() && sys::files::is_in_memory(dir);
+    let dir = dir.display();
+    let tight = plan.is_tight.then(|| TIGHT.to_owned());
+    let saves_nothing =
+        in_memory.then(|| format!("mesh.offload saves no memory, because {dir} is in memory itself (tmpfs)"));
+    [tight, ranks.warn_of_split_tensors(), saves_nothing].into_iter().flatten().collect()
 }
 
 /// Bytes of a rank's shard of a model's files.
