@@ -36,7 +36,7 @@ use std::path::{Path, PathBuf};
 #[argh(
     note = "With a model directory: its files, tokenizer and sampler; with --against, --layout or --device gpu also where the \
             results of both sides differ, whether rounding explains it, and the cause by name. With a job file: this machine \
-            and these ranks, in two minutes. The exit code is 1 if a check fails. `rlhf-hpc help verify` has examples."
+            and these ranks, in two minutes. The exit code is 1 if a check fails. `rlhf-hpc help verification` has examples."
 )]
 pub struct Args {
     /// a Hugging Face model directory, or a job file (.toml)

@@ -7,8 +7,8 @@ use super::lock::lock;
 use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::mem;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
 /// The kind of work of a span.
@@ -133,11 +133,20 @@ pub fn is_on() -> bool {
 
 /// Nanoseconds of this host's monotonic clock, which all of its processes share.
 pub fn now() -> u64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: writes a time.
-    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
-    let ns = time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64;
-    ns.wrapping_add_signed(SHIFT.load(Ordering::Relaxed))
+    at(Instant::now())
+}
+
+/// A time of this process as nanoseconds of that clock.
+fn at(time: Instant) -> u64 {
+    static BASE: OnceLock<(Instant, u64)> = OnceLock::new();
+    let (base, ns) = BASE.get_or_init(|| {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: writes a time.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+        (Instant::now(), time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
+    });
+    let [after, before] = [time.saturating_duration_since(*base), base.saturating_duration_since(time)];
+    (ns + after.as_nanos() as u64 - before.as_nanos() as u64).wrapping_add_signed(SHIFT.load(Ordering::Relaxed))
 }
 
 /// Shifts the clock of this process by `ns`, as if it ran on another host.
@@ -243,10 +252,8 @@ fn started<const N: usize>(
 #[inline]
 pub fn since<N: Into<Cow<'static, str>>>(category: Category, name: impl FnOnce() -> N, since: Instant) {
     if is_on() {
-        let took = since.elapsed().as_nanos() as u64;
         let span = started(category, name().into(), "", []);
-        let start = span.start.saturating_sub(took);
-        push(Span { start, ..span });
+        push(Span { start: at(since), ..span });
     }
 }
 
@@ -254,10 +261,8 @@ pub fn since<N: Into<Cow<'static, str>>>(category: Category, name: impl FnOnce()
 #[inline]
 pub fn wait_for(rank: usize, name: &'static str, since: Instant) {
     if is_on() {
-        let took = since.elapsed().as_nanos() as u64;
         let span = started(Category::Wait, Cow::Borrowed(name), "rank", [rank]);
-        let start = span.start.saturating_sub(took);
-        push(Span { start, ..span });
+        push(Span { start: at(since), ..span });
     }
 }
 
@@ -266,10 +271,8 @@ pub fn wait_for(rank: usize, name: &'static str, since: Instant) {
 #[inline]
 pub fn collective(name: &'static str, since: Instant, (group, number): (u32, u64), bytes: usize) {
     if is_on() {
-        let took = since.elapsed().as_nanos() as u64;
         let span = started(Category::Collective, Cow::Borrowed(name), "bytes call", [bytes, number as usize]);
-        let start = span.start.saturating_sub(took);
-        push(Span { start, group: Some(group), ..span });
+        push(Span { start: at(since), group: Some(group), ..span });
     }
 }
 

@@ -53,7 +53,8 @@ fn every_verb_and_option_is_proposed_from_its_definition() {
                 option.split_once(", --").filter(|(short, _)| short.len() == 1).map_or(option, |(_, long)| long);
             Some(option.trim_start_matches('-').split([' ', ',']).next().unwrap_or_default())
         };
-        let listed: BTreeSet<&str> = help.leak().lines().filter_map(of_line).collect();
+        let listed: BTreeSet<&str> =
+            help.leak().lines().filter_map(of_line).filter(|option| !option.is_empty()).collect();
         let given = proposed(&fixture, &[verb, "--"]);
         let given: BTreeSet<&str> = given.iter().filter_map(|word| word.strip_prefix("--")).collect();
         assert_eq!(given, listed, "{verb}");

@@ -15,7 +15,7 @@ fn errors_of_all_ranks_and_a_dry_run_are_printed_once() {
             "data.prompt_split must name a split of the data (got \"dev\";",
         ),
         (&["run", "job.toml", "job.dir=/proc/nosuch"], 74, "cannot create /proc/nosuch"),
-        (&["verify", "job.toml"], 2, "the verb `verify` is not in this release"),
+        (&["genrate", "job.toml"], 2, "`genrate` is neither a verb"),
         (&["logprobs", "--model", "nosuch", "--input", "rows.jsonl"], 65, "nosuch"),
     ] {
         run(arguments).refused(code, &[words]);

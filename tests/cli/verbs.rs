@@ -36,8 +36,6 @@ fn the_version_is_that_of_the_package() {
 
 /// Command lines, the exit code, and fragments of the error and of its hint.
 const REFUSED: &[(&str, i32, &[&str], &str)] = &[
-    // Verbs of a later release, and misspelt ones.
-    ("verify x.toml --ranks 4", 2, &["the verb `verify` is not in this release"], "use one of run, "),
     ("migrate x.sh", 2, &["x.sh does not exist"], ""),
     ("genrate --model m", 2, &["`genrate` is neither a verb"], "`generate`"),
     ("exprot x", 2, &["`exprot`"], "`export`"),

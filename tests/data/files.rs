@@ -77,7 +77,9 @@ fn a_file_in_another_format_is_named_with_the_command_that_helps() {
         let error = labels(&fixture, fixture.path(name).to_str().unwrap()).unwrap_err();
         assert!(error.kind == Kind::Data && error.to_string().contains(words), "{name}: {error}");
     }
-    for (name, words) in [("acme/questions", "--repo-type dataset acme/questions"), ("rows.csv", "pandas.read_csv")] {
+    for (name, words) in
+        [("acme/questions", "rlhf-hpc download --data acme/questions"), ("rows.csv", "pandas.read_csv")]
+    {
         let error = fixture.prompts(&config(name), 0).unwrap_err();
         assert!(error.hint.as_ref().is_some_and(|hint| hint.contains(words)), "{name}: {error}");
     }

@@ -21,11 +21,11 @@ fn a_trace_has_rows_of_the_streams_of_each_gpu_within_the_step() {
         };
         let end = row("compute").iter().map(|span| span.end).max().expect("spans");
         for (name, spans) in
-            [("GPU stream compute", ["layer", "layer backward"]), ("GPU stream zero", ["gather", "sum_tree"])]
+            [("GPU stream compute", ["layer", "layer backward"]), ("GPU stream zero", ["gather", "sum"])]
         {
             let found = row(name);
             for wanted in spans {
-                assert!(found.iter().any(|span| span.name == wanted), "{name} has no {wanted}");
+                assert!(found.iter().any(|span| span.name.starts_with(wanted)), "{name} has no {wanted}");
             }
             for pair in found.windows(2) {
                 assert!(pair[0].end <= pair[1].start, "{name}: {pair:?} are one after the other");

@@ -75,23 +75,42 @@ pub struct Link {
     pub bytes_s: f64,
 }
 
-/// Names links that are much slower than others of their kind, within a host or between hosts.
+/// The links of a kind, within a host or between hosts, and their median speed.
+fn of_kind<'a>(all: &'a [Link], hosts: &[String], is_between: bool) -> (Vec<&'a Link>, f64) {
+    let links: Vec<&Link> = all.iter().filter(|link| (hosts[link.from] != hosts[link.to]) == is_between).collect();
+    let middle = median(links.iter().map(|link| link.bytes_s));
+    (links, middle)
+}
+
+/// Whether a link is much slower than the others of its kind, whose median is `middle`.
+fn is_slow(link: &Link, middle: f64) -> bool {
+    link.bytes_s < OF_MEDIAN * middle
+}
+
+/// The links that are much slower than others of their kind.
+pub fn slow_links(all: &[Link], hosts: &[String]) -> Vec<Link> {
+    let slow = |is_between| {
+        let (links, middle) = of_kind(all, hosts, is_between);
+        links.into_iter().copied().filter(move |link| is_slow(link, middle))
+    };
+    [false, true].into_iter().flat_map(slow).collect()
+}
+
+/// Names links that are much slower than others of their kind.
 pub fn links(all: &[Link], hosts: &[String]) -> Check {
     let name = "links";
     if all.is_empty() {
         return Check::skipped(name, "one rank");
     }
-    let crosses = |link: &&Link| hosts[link.from] != hosts[link.to];
     let (mut wrong, mut text) = (Vec::new(), Vec::new());
     for (is_between, kind) in [(false, "within a host"), (true, "between hosts")] {
-        let of_kind: Vec<&Link> = all.iter().filter(|link| crosses(link) == is_between).collect();
-        if of_kind.is_empty() {
+        let (links, middle) = of_kind(all, hosts, is_between);
+        if links.is_empty() {
             continue;
         }
-        let middle = median(of_kind.iter().map(|link| link.bytes_s));
-        let least = of_kind.iter().map(|link| link.bytes_s).fold(f64::INFINITY, f64::min);
-        text.push(format!("{} {kind}: {:.2} GB/s, the slowest {:.2}", of_kind.len(), middle / GB, least / GB));
-        for link in of_kind.iter().filter(|link| link.bytes_s < OF_MEDIAN * middle) {
+        let least = links.iter().map(|link| link.bytes_s).fold(f64::INFINITY, f64::min);
+        text.push(format!("{} {kind}: {:.2} GB/s, the slowest {:.2}", links.len(), middle / GB, least / GB));
+        for link in links.iter().filter(|link| is_slow(link, middle)) {
             let named = |rank: usize| format!("rank {rank} ({})", hosts[rank]);
             wrong.push(format!(
                 "slow link: {} to {}: {:.2} GB/s, but the median {kind} is {:.2}",
