@@ -232,15 +232,10 @@ fn check_record(dir: &Path, step: u64, start: u64) -> Result<()> {
 fn settings(resolved: &Path, asked: &Asked, ranks: usize, recorded: &Config, keeps_scores: bool) -> Result<Config> {
     let mut config = config::load(resolved, asked.with)?;
     config.check()?;
-    // A run of an older release does not list all keys, so all that it lists count as given.
-    let is_named = |key: &String| {
-        asked.with.iter().any(|item| item.split('=').next().is_some_and(|named| is_in(key, named.trim())))
-    };
-    let unused = config.unused_keys().into_iter().find_map(|(why, mut keys)| {
-        keys.retain(is_named);
-        (!keys.is_empty()).then(|| (why, keys.join(", ")))
-    });
-    if let Some((why, keys)) = unused {
+    // A run of an older release does not list all keys, so all that it lists would count as given.
+    let changed = config::parse(&recorded.to_toml(), asked.with)?;
+    if let Some((why, keys)) = changed.unused_keys().into_iter().next() {
+        let keys = keys.join(", ");
         return Err(Error::usage(format!("--with {keys}: it has no effect on this job, because it needs {why}")));
     }
     let is_given = |key: &str| asked.with.iter().any(|item| item.split('=').next().is_some_and(|k| k.trim() == key));
