@@ -19,7 +19,7 @@ pub mod save;
 pub mod vector;
 
 pub use manifest::Manifest;
-pub use parts::{ModelVectors, vector_name};
+pub use parts::{ModelVectors, shard};
 pub use payload::Payload;
 pub use resume::{Checkpoint, all, find, lacks_files, newest, newest_of, peek, resume};
 pub use save::{Keep, best_of, repair, save};

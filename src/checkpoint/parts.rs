@@ -1,13 +1,14 @@
 //! The flat vectors of a model. They are saved in parts if ranks share its matrices, and can be read with any other
 //! split.
 
+use super::payload::Payload;
 use super::resume::Checkpoint;
 use super::vector::SavedVector;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::model::pack::{held_at, pack_f32};
 use crate::model::{Arch, ParamSpec, ParamTable, TensorPart};
-use crate::tensor::{Layout, PANEL};
+use crate::tensor::{Layout, PANEL, Slice};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,10 +19,21 @@ use std::sync::{Mutex, PoisonError};
 const BY_ROW: &str = ".by-row";
 
 /// The name of a vector of a table: `actor.m` or `actor.m.tensor-1-of-4`, and `actor.m.by-row` in the layout of GPUs.
-pub fn vector_name(vector: &str, table: &ParamTable) -> String {
+fn vector_name(vector: &str, table: &ParamTable) -> String {
     let TensorPart { rank, size } = table.tensor_part();
     let parts = if size == 1 { String::new() } else { format!(".tensor-{rank}-of-{size}") };
     format!("{vector}{}{parts}", suffix(table.device()))
+}
+
+/// The file of this rank's share of a vector of a role, and its contents: ranges of the vector with their values.
+pub fn shard<'a>(
+    (role, what): (&str, &str),
+    table: &ParamTable,
+    rank: usize,
+    stretches: Vec<(usize, Slice<'a>)>,
+) -> (String, Payload<'a>) {
+    let vector = vector_name(&format!("{role}.{what}"), table);
+    (format!("{vector}.rank-{rank:04}.bin"), Payload::shards(&vector, stretches, table.len()))
 }
 
 fn suffix(device: Device) -> &'static str {

@@ -17,6 +17,16 @@ pub enum DTypeName {
     Bf16,
 }
 
+impl DTypeName {
+    /// The dtype. Before the device is chosen, it is the one of CPUs.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::Bf16,
+            Self::F32 | Self::Auto => DType::F32,
+        }
+    }
+}
+
 /// The storage of weights that do not train.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -47,12 +57,9 @@ table! {
 }
 
 impl ModelConfig {
-    /// The dtype of weights. Before the device is chosen, it is the one of CPUs.
+    /// The dtype of weights.
     pub fn dtype(&self) -> DType {
-        match self.dtype {
-            DTypeName::Bf16 => DType::Bf16,
-            DTypeName::F32 | DTypeName::Auto => DType::F32,
-        }
+        self.dtype.dtype()
     }
 
     /// The weight of each teacher: the given weights, or equal ones, divided by their sum.

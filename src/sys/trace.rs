@@ -248,12 +248,16 @@ fn started<const N: usize>(
     Span { name, category, lane: lane(), start, end: start, labels, numbers, group: None }
 }
 
+/// Records a span whose end is set, and which began at `since`.
+fn ended(span: Span, since: Instant) {
+    push(Span { start: at(since), ..span });
+}
+
 /// Records a span of this thread that began at `since` and ends now.
 #[inline]
 pub fn since<N: Into<Cow<'static, str>>>(category: Category, name: impl FnOnce() -> N, since: Instant) {
     if is_on() {
-        let span = started(category, name().into(), "", []);
-        push(Span { start: at(since), ..span });
+        ended(started(category, name().into(), "", []), since);
     }
 }
 
@@ -261,8 +265,7 @@ pub fn since<N: Into<Cow<'static, str>>>(category: Category, name: impl FnOnce()
 #[inline]
 pub fn wait_for(rank: usize, name: &'static str, since: Instant) {
     if is_on() {
-        let span = started(Category::Wait, Cow::Borrowed(name), "rank", [rank]);
-        push(Span { start: at(since), ..span });
+        ended(started(Category::Wait, Cow::Borrowed(name), "rank", [rank]), since);
     }
 }
 
@@ -272,7 +275,7 @@ pub fn wait_for(rank: usize, name: &'static str, since: Instant) {
 pub fn collective(name: &'static str, since: Instant, (group, number): (u32, u64), bytes: usize) {
     if is_on() {
         let span = started(Category::Collective, Cow::Borrowed(name), "bytes call", [bytes, number as usize]);
-        push(Span { start: at(since), group: Some(group), ..span });
+        ended(Span { group: Some(group), ..span }, since);
     }
 }
 

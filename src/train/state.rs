@@ -3,7 +3,7 @@
 use super::best::Best;
 use super::config_diff;
 use super::inputs::{self, Inputs};
-use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload, vector_name};
+use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload};
 use crate::comm::records;
 use crate::data::{Cursor, Ledger};
 use crate::error::{Error, Kind, Result};
@@ -72,10 +72,9 @@ pub fn save(
     let mut files: Vec<(String, Payload)> = Vec::new();
     for ((learner, evict), names) in learners.iter().zip(&evict).zip(&names) {
         for (what, name) in names {
-            let table = &learner.role.weights.table;
-            let vector = vector_name(&format!("{}.{}", learner.role.name, what.name()), table);
-            let shard = Payload::shards(&vector, learner.stretches(*what), table.len());
-            files.push((format!("{vector}.rank-{rank:04}.bin"), shard.finite(name).and_then(evict)));
+            let (role, stretches) = (&learner.role, learner.stretches(*what));
+            let (file, shard) = checkpoint::shard((role.name, what.name()), &role.weights.table, rank, stretches);
+            files.push((file, shard.finite(name).and_then(evict)));
         }
     }
     if let Some(bytes) = work.filter(|_| rank == 0) {

@@ -5,7 +5,7 @@ use crate::checkpoints::Shared;
 use crate::layouts::{Setting, config, samples, whole};
 use crate::models::arch;
 use crate::tensor_models::eight_experts;
-use rlhf_hpc::checkpoint::{Checkpoint, Keep, Manifest, ModelVectors, Payload, newest, save, vector_name};
+use rlhf_hpc::checkpoint::{Checkpoint, Keep, Manifest, ModelVectors, newest, save, shard};
 use rlhf_hpc::comm::{Axes, World};
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
 use rlhf_hpc::learn::Learner;
@@ -54,11 +54,7 @@ fn state(learner: &Learner, axes: &Axes) -> Vec<(String, Vec<u32>)> {
 
 fn saved(world: &World, root: &Shared, learner: &Learner, mesh: Mesh) -> Checkpoint {
     let table = &learner.role.weights.table;
-    let file = |what: Vector| {
-        let vector = vector_name(&format!("model.{}", what.name()), table);
-        let shard = Payload::shards(&vector, learner.stretches(what), table.len());
-        (format!("{vector}.rank-{:04}.bin", world.rank), shard)
-    };
+    let file = |what: Vector| shard(("model", what.name()), table, world.rank, learner.stretches(what));
     let files: Vec<_> = learner.vectors().map(file).collect();
     save(root.path(), &world.group(), &files, Manifest::new(1, &mesh, "c0ffee", json!({})), Keep::default())
         .expect("saves");

@@ -46,7 +46,7 @@ fn shifted_clocks(world: &World) {
         assert_eq!(traced.spans.iter().filter(|span| span.name == "turn").count(), 3, "rank {rank}");
         assert_eq!(calls(rank).len(), if world.size > 1 { 6 } else { 0 }, "rank {rank}");
         for (mine, first) in calls(rank).into_iter().zip(calls(0)) {
-            assert_eq!(mine.name, first.name);
+            assert_eq!((&mine.name, &mine.call), (&first.name, &first.call));
             // The doubt of the comparison, which is half of a round trip.
             let slack = 2 * clock.doubt() + 1_000_000;
             assert!(mine.start <= first.end + slack && first.start <= mine.end + slack, "{mine:?} and {first:?}");

@@ -61,14 +61,14 @@ impl Computation {
         }
     }
 
-    /// Adds `new` tokens that the sampler takes greedily, with a cache of up to half of `memory` bytes. The ranks of
-    /// the model's tensor axis call this.
+    /// Adds `new` tokens that the sampler takes greedily, with a cache of up to half of `memory` bytes; none without the
+    /// head of a language model. The ranks of the model's tensor axis call this.
     ///
     /// # Errors
     /// The errors of `Engine::generate`.
     pub fn sample(&mut self, model: Model, new: usize, memory: u64) -> Result<()> {
         let new = new.min(model.transformer.arch.context.saturating_sub(self.ids.len()));
-        if new == 0 {
+        if new == 0 || model.weights.table.head() != Head::LanguageModel {
             return Ok(());
         }
         let config = RolloutConfig {

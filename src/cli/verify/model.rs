@@ -166,7 +166,7 @@ impl Ours {
             Ok((found, (model, weights)))
         };
         // The other dtype first: its weights are dropped before the next ones are loaded.
-        let dtype = if request.dtype == DTypeName::Bf16 { DType::Bf16 } else { DType::F32 };
+        let dtype = request.dtype.dtype();
         let other = if dtype == DType::Bf16 { DType::F32 } else { DType::Bf16 };
         let other: Result<_> = forward(other);
         let (of_other, loaded) = other?;
@@ -176,10 +176,8 @@ impl Ours {
             DType::F32 => growth(&of_other, &computed),
             DType::Bf16 => growth(&computed, &of_other),
         };
-        if head == Head::LanguageModel {
-            let sampled = Model { transformer: &model, weights: &weights, tokenizer: None };
-            computed.sample(sampled, request.new_tokens, memory::available_bytes() / 2)?;
-        }
+        let sampled = Model { transformer: &model, weights: &weights, tokenizer: None };
+        computed.sample(sampled, request.new_tokens, memory::available_bytes() / 2)?;
         Ok(Self { model, weights, computed, growth })
     }
 
@@ -230,11 +228,9 @@ fn of_other(
             let opened = device::open("verify", dirs, options, head, (RolloutConfig::default(), 0), ranks)?;
             let loaded = (&opened.transformer, &opened.weights);
             let mut theirs = Computation::forward("gpu", loaded, &Axes::one(), &ours.computed.ids);
-            if head == Head::LanguageModel {
-                let model = Model { transformer: loaded.0, weights: loaded.1, tokenizer: None };
-                let bytes = opened.cache_bytes(&RolloutConfig::default(), &[], 1);
-                theirs.sample(model, request.new_tokens, 2 * bytes)?;
-            }
+            let model = Model { transformer: loaded.0, weights: loaded.1, tokenizer: None };
+            let bytes = opened.cache_bytes(&RolloutConfig::default(), &[], 1);
+            theirs.sample(model, request.new_tokens, 2 * bytes)?;
             let found = compare(&ours.computed, &theirs, &ours.growth)?;
             show(&found, &ours.computed, &theirs, page);
             Ok(object(&found))
@@ -308,10 +304,8 @@ fn of_model(
     page.add(Check::of_faults("weights", &described, || format!("{all} tensors are equal to the bit")));
     let (model, weights) = load(other, head, ours.weights.dtype())?;
     let mut theirs = Computation::forward(names[1], (&model, &weights), &Axes::one(), &ours.computed.ids);
-    if head == Head::LanguageModel {
-        let sampled = Model { transformer: &model, weights: &weights, tokenizer: None };
-        theirs.sample(sampled, request.new_tokens, memory::available_bytes() / 2)?;
-    }
+    let sampled = Model { transformer: &model, weights: &weights, tokenizer: None };
+    theirs.sample(sampled, request.new_tokens, memory::available_bytes() / 2)?;
     let found = compare(&ours.computed, &theirs, &ours.growth)?;
     show(&found, &ours.computed, &theirs, page);
     Ok(object(&found))
@@ -327,7 +321,7 @@ fn of_layout(
 ) -> Result<Map<String, Value>> {
     let files = ModelFiles { dir: &dirs.model, adapter: None, arch, head };
     Error::need(dirs.adapter.is_none(), "--layout needs a model without an adapter")?;
-    let dtype = if request.dtype == DTypeName::Bf16 { DType::Bf16 } else { DType::F32 };
+    let dtype = request.dtype.dtype();
     let name = request.layout.unwrap_or_default();
     let (theirs, check) = layout.compute(&files, dtype, &ranks.world, name, (ids, request.new_tokens))?;
     let Some(ours) = ours else {

@@ -2,7 +2,7 @@
 
 use super::page::Check;
 use super::replicas;
-use crate::checkpoint::{self, Keep, Manifest, ModelVectors, Payload, vector_name};
+use crate::checkpoint::{self, Keep, Manifest, ModelVectors, Payload};
 use crate::comm::Axes;
 use crate::error::{Error, Result};
 use crate::launch::ranks::Ranks;
@@ -19,10 +19,7 @@ const STEP: u64 = 1;
 /// The errors of `checkpoint::save`.
 fn save(root: &Path, ranks: &Ranks, axes: &Axes, learner: &Learner) -> Result<()> {
     let (rank, table) = (axes.all.rank(), &learner.role.weights.table);
-    let file = |what: Vector| {
-        let vector = vector_name(&format!("{}.{}", learner.role.name, what.name()), table);
-        (format!("{vector}.rank-{rank:04}.bin"), Payload::shards(&vector, learner.stretches(what), table.len()))
-    };
+    let file = |what: Vector| checkpoint::shard((learner.role.name, what.name()), table, rank, learner.stretches(what));
     let files: Vec<(String, Payload)> = learner.vectors().map(file).collect();
     let manifest = Manifest::new(STEP, &ranks.layout().mesh, "verify", serde_json::Value::Null);
     checkpoint::save(root, &axes.all, &files, manifest, Keep { last: 1, best: None }).map(drop)

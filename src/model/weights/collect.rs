@@ -184,9 +184,7 @@ impl Staging {
         let from: Vec<Range<usize>> = begins.collect();
         self.receive.resize(end.div_ceil(2), 0.0);
         let receive = bytemuck::cast_slice_mut(&mut self.receive);
-        if is_first || at > 0 {
-            all.all_to_all(send, &to, receive, &from);
-        }
+        all.all_to_all(send, &to, receive, &from);
         self.places = vec![Vec::new(); takes.len()];
         for (i, rank, part) in pieces.into_iter().filter(|_| is_first) {
             self.places[i].push(from[rank].start + part.start..from[rank].start + part.end);
