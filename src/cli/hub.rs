@@ -13,8 +13,13 @@ pub fn model(text: &str) -> Result<PathBuf, String> {
 
 /// The same, for an argument that is not only a directory.
 pub fn model_dir(text: &str) -> PathBuf {
+    model_dir_from(Path::new(""), text)
+}
+
+/// The directory of the model that a file in the folder `here` names.
+pub fn model_dir_from(here: &Path, text: &str) -> PathBuf {
     let mut notes = Vec::new();
-    let dir = hub::model_dir(Path::new(""), Path::new(text), &mut notes);
+    let dir = hub::model_dir(here, Path::new(text), &mut notes);
     for note in notes {
         stderr::note_once(&note);
     }

@@ -9,7 +9,7 @@ mod show;
 mod table;
 
 use super::run as job;
-use super::{out, rows};
+use super::{hub, out, rows};
 use crate::comm::{self, World, abort, records};
 use crate::error::{Error, Result};
 use crate::launch::replay::{Replay, Update, rewound};
@@ -63,15 +63,15 @@ pub struct Args {
     pub batch: Option<PathBuf>,
 
     /// with --batch: the directory of the policy (default: as the file names it)
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub model: Option<PathBuf>,
 
     /// with --batch: the directory of the reference model
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub reference: Option<PathBuf>,
 
     /// with --batch: the directory of the critic
-    #[argh(option)]
+    #[argh(option, from_str_fn(hub::model))]
     pub critic: Option<PathBuf>,
 
     /// with --batch: the largest difference that counts as equal, as a part of the larger number or of 1 (default: 1e-6)

@@ -1,6 +1,7 @@
 //! The settings of a batch: keys of a job, and the points in which other systems differ from it.
 
 use crate::advantage::details::Details;
+use crate::cli::hub;
 use crate::config::method::ppo::Aggregation;
 use crate::config::{self, Config};
 use crate::error::{Error, Result};
@@ -63,7 +64,7 @@ pub struct Named {
 pub fn read(mut metadata: BTreeMap<String, String>, base: &Path) -> Result<(Settings, Named)> {
     let own: BTreeMap<String, String> =
         OWN.iter().filter_map(|key| Some(((*key).to_owned(), metadata.remove(*key)?))).collect();
-    let dir = |key: &str| own.get(key).filter(|dir| !dir.is_empty()).map(|dir| base.join(dir));
+    let dir = |key: &str| own.get(key).filter(|dir| !dir.is_empty()).map(|dir| hub::model_dir_from(base, dir));
     let named = Named {
         system: own.get("system").cloned().unwrap_or_else(|| "another system".into()),
         model: dir("model"),
