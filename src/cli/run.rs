@@ -7,7 +7,7 @@ use crate::config::job::DeviceName;
 use crate::config::{self, Config};
 use crate::device::cpu::pool;
 use crate::error::Result;
-use crate::launch::run::Run;
+use crate::launch::run::{Lacks, Run};
 use crate::launch::{gpu, run_lock, snapshots};
 use crate::metrics::Terminal;
 use crate::{plan, train};
@@ -104,20 +104,25 @@ pub(super) fn open(mut config: Config, world: World, logs: Option<&Path>, dry_ru
     let limit = (limit > 0.0).then(|| Duration::from_secs_f64(limit));
     abort::install(&world, logs, limit);
     let warning = set_threads(&config, &world);
-    let lacks_gpu = if dry_run { gpu::do_without(&mut config, &world)? } else { None };
+    let mut lacks = Lacks::default();
+    if dry_run {
+        let roles = train::roles(&config);
+        lacks.ranks = plan::do_without_ranks(&mut config, &roles, &world)?;
+        lacks.gpu = gpu::do_without(&mut config, &world)?;
+    }
     let is_asked = config.job.device != DeviceName::Auto;
     let opened = gpu::open(&mut config, &world, &train::archs);
     // Wrong settings are reported before missing devices that the job asks for.
     let opened = if is_asked { opened } else { Ok(opened?) };
     let gpu = opened.as_ref().ok().and_then(|opened| opened.gpu.as_ref());
     let mut layouts = plan::layouts(&config, &train::roles(&config), &world, gpu)?;
-    layouts.1.is_tight &= lacks_gpu.is_none();
+    layouts.1.is_tight &= lacks == Lacks::default();
     if let Some(tokens) = layouts.1.microbatch_tokens {
         config.set_microbatches(tokens);
     }
     let shape = train::shape(&config);
     let mut run = Run::open(config, &shape, opened, layouts, world, dry_run)?;
-    run.lacks_gpu = lacks_gpu;
+    run.lacks = lacks;
     for warning in warning.into_iter().chain(run.config.unused()) {
         run.recorder.warn(&warning);
     }

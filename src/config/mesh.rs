@@ -167,6 +167,20 @@ impl MeshConfig {
         self.placement.iter().filter_map(|placement| Some(parse_ranks(&placement.ranks)?.end)).max()
     }
 
+    /// The least number of ranks of the job: those of the placement, or the product of the given axes.
+    pub fn ranks_min(&self) -> usize {
+        let size = |axis| if let Auto::Is(size) = axis { size.max(1) } else { 1 };
+        let axes = || [self.data, self.pipeline, self.sequence, self.tensor].into_iter().map(size);
+        self.placed_ranks().unwrap_or_else(|| axes().fold(1, usize::saturating_mul).max(self.expert))
+    }
+
+    /// Sets all axes to 1, without a placement.
+    pub fn reduce_to_one_rank(&mut self) {
+        (self.data, self.pipeline, self.sequence, self.tensor) = (Auto::Is(1), Auto::Is(1), Auto::Is(1), Auto::Is(1));
+        (self.expert, self.async_updates_max) = (1, 0);
+        self.placement.clear();
+    }
+
     /// The placements of `world` ranks, in order: the entries of `placement`, or one with every role.
     pub fn placements(&self, world: usize) -> Result<Vec<Placement>> {
         if self.placement.is_empty() {

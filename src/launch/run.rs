@@ -33,6 +33,15 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Instant;
 
+/// What a dry run lacks on this machine. Then it checks everything that does not need it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Lacks {
+    /// Why a job for GPUs has none.
+    pub gpu: Option<String>,
+    /// The number of ranks of a job for several, of which one was started.
+    pub ranks: Option<usize>,
+}
+
 /// A job that runs or is about to run: its configuration, its ranks, its devices and its records.
 pub struct Run {
     pub config: Config,
@@ -54,8 +63,8 @@ pub struct Run {
     pub dry_run: bool,
     /// The recorded steps that this run computes again, instead of steps of its own.
     pub replay: Option<Replay>,
-    /// Why a dry run of a job for GPUs has none: then it checks everything that needs no device.
-    pub lacks_gpu: Option<String>,
+    /// What a dry run lacks.
+    pub lacks: Lacks,
     pub started: Instant,
     /// Whether this start has made an optimizer step. Only then can `checkpoint.max_hours` end the run.
     pub has_learned: bool,
@@ -156,7 +165,7 @@ impl Run {
             recorder,
             dry_run,
             replay: None,
-            lacks_gpu: None,
+            lacks: Lacks::default(),
             started: Instant::now(),
             has_learned: false,
             must_finish: Cell::new(false),

@@ -29,6 +29,6 @@ pub use job::Job;
 pub use memory::{Memory, Phase};
 pub use null::count;
 pub use probe::{Sharing, probe};
-pub use resolve::layouts;
+pub use resolve::{do_without_ranks, layouts};
 pub use rows::{Origin, Rows};
 pub use time::Part;

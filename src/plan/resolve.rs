@@ -128,6 +128,23 @@ fn expect(job: &Job, placed: &[(Placement, Layout)], device: &Device) -> Vec<Opt
     placed.iter().map(of).collect()
 }
 
+/// Changes a job for several ranks into one for a single rank, for a dry run that was started alone. It first checks
+/// the placement and the axes. Returns the number of ranks that the job needs, if this world lacks them.
+///
+/// # Errors
+/// `Usage` if the layout is not possible.
+pub fn do_without_ranks(config: &mut Config, roles: &[RoleName], world: &World) -> Result<Option<usize>> {
+    let ranks = config.mesh.ranks_min();
+    if world.size > 1 || ranks == 1 {
+        return Ok(None);
+    }
+    let placements = check_roles(config, roles, config.mesh.placements(ranks)?)?;
+    placements.iter().try_for_each(|placement| config.mesh.resolve(placement.ranks.len()).map(drop))?;
+    config.mesh.reduce_to_one_rank();
+    (config.rollout.tensor, config.rollout.data) = (Auto::Auto, Auto::Auto);
+    Ok(Some(ranks))
+}
+
 /// Rejects placements that leave out a role that the job needs.
 fn check_roles(config: &Config, roles: &[RoleName], placements: Vec<Placement>) -> Result<Vec<Placement>> {
     if config.mesh.placement.is_empty() {

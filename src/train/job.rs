@@ -3,6 +3,7 @@
 
 use super::about::{about, about_models, show_first};
 use super::adapters::Adapters;
+use super::dry_run;
 use super::export;
 use super::inputs::{self, Hashed};
 use super::models::{self, JobModel, ModelSpec};
@@ -17,7 +18,7 @@ use crate::config::Config;
 use crate::data::{LEDGER_LINES, Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::BannerRows;
-use crate::launch::run::{Run, WeightsFrom};
+use crate::launch::run::{Lacks, Run, WeightsFrom};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role};
 use crate::metrics::Phases;
@@ -150,8 +151,8 @@ impl From<Error> for Ended {
 
 /// Runs a job: opens, resumes, trains, exports.
 pub fn run<J: Job>(mut run: Run) -> Result<()> {
-    if let Some(why) = run.lacks_gpu.clone() {
-        return check_without_gpu::<J>(&mut run, &why);
+    if run.lacks != Lacks::default() {
+        return check_without::<J>(&mut run);
     }
     let mut opened = Opened::<J>::open(&mut run)?;
     if opened.is_over(&run) && !opened.learned.is_empty() && !opened.state.eval_due && !run.dry_run {
@@ -217,19 +218,13 @@ fn check_resources<'a>(
     run.check_resources(unwritten, models::saved_bytes(models), export_bytes, rollouts)
 }
 
-/// The dry run of a job for GPUs on a machine without one.
-fn check_without_gpu<J: Job>(run: &mut Run, why: &str) -> Result<()> {
+/// The dry run of a job that lacks its GPUs or its other ranks.
+fn check_without<J: Job>(run: &mut Run) -> Result<()> {
     let Inputs { arch, tokenizer, models, source, steps, .. } = Inputs::<J>::open(run)?;
     let names: Vec<&str> = models.iter().map(|model| model.spec.role.name()).collect();
     let rows = about(&run.config, &J::shape(&run.config), &source, steps);
     J::check_services(run, &arch, source, tokenizer)?;
-    let checked = rows.into_iter().map(|(name, text)| format!("{name}: {text}")).collect::<Vec<_>>().join("; ");
-    run.recorder.say(&format!("checked without a GPU: settings, models ({}), tokenizer, {checked}", names.join(", ")));
-    run.recorder.warn(&format!(
-        "no GPU: {why}; not checked: GPU, memory, collectives and weights. `rlhf-hpc plan JOB.toml --gpu NAME` computes memory \
-         and time"
-    ));
-    run.recorder.say("dry run: the job is ready to start on GPUs, as far as a machine without one can check it");
+    dry_run::report(run, &names, rows);
     Ok(())
 }
 

@@ -4,6 +4,7 @@ mod about;
 mod adapters;
 mod best;
 mod config_diff;
+mod dry_run;
 mod export;
 mod inputs;
 pub mod job;

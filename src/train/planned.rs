@@ -16,7 +16,7 @@ use crate::launch::gemm::GemmChoice;
 use crate::launch::gpu;
 use crate::launch::layout::{Expectations, Expected, Layout};
 use crate::launch::ranks::Ranks;
-use crate::launch::run::{Run, WeightsFrom};
+use crate::launch::run::{Lacks, Run, WeightsFrom};
 use crate::metrics::{Phases, Recorder};
 use crate::text::Tokenizer;
 use std::cell::Cell;
@@ -153,7 +153,7 @@ fn open(planned: &Planned, size: usize) -> Result<Run> {
         recorder,
         dry_run: false,
         replay: None,
-        lacks_gpu: None,
+        lacks: Lacks::default(),
         started: Instant::now(),
         has_learned: false,
         // The ranks of a plan run in turn, so each counts its own memory.

@@ -101,6 +101,27 @@ fn a_dry_run_of_a_job_for_gpus_checks_the_rest_on_a_machine_without_one() {
 }
 
 #[test]
+fn a_dry_run_that_was_started_alone_checks_a_job_for_several_ranks() {
+    let fixture = Fixture::new();
+    let placed =
+        r#"mesh.placement=[{roles=["actor","reference"],ranks="0..2"},{roles=["critic","reward"],ranks="2..4"}]"#;
+    let said = [
+        "checked without the other 3 ranks: settings, models",
+        "the job needs 4 ranks",
+        "--ranks 4",
+        "ready to start on 4 ranks",
+    ];
+    for layout in [&[placed][..], &["mesh.tensor=4"], &["mesh.data=2", "mesh.sequence=2"]] {
+        fixture.job(&[&["--dry-run"], layout].concat()).well().assert(0, &said);
+    }
+    let gap = placed.replace("2..4", "3..4");
+    fixture.job(&["--dry-run", &gap]).refused(2, &["rank 2 is in no range"]);
+    fixture.job(&["--dry-run", &placed.replace(",\"reward\"", "")]).refused(2, &["no place for the reward"]);
+    // Without --dry-run the ranks are needed.
+    fixture.job(&["mesh.tensor=4"]).refused(2, &["needs 4 ranks, but mpirun started 1"]);
+}
+
+#[test]
 fn a_job_without_rows_is_rejected_with_the_filter_that_removed_them() {
     let fixture = Fixture::new();
     let sets = ["data.eval_split=", "data.eval_sets=[{ name = \"all\", prompts = \"questions\" }]"];
