@@ -1,7 +1,6 @@
 //! GPUs of other systems as ranks: the number of ranks, their placement, and the commands that start them.
 
 use super::draft::Draft;
-use super::table::Kind;
 use toml::{Table, Value};
 
 /// The options for the nodes and the GPUs of a role.
@@ -34,8 +33,8 @@ pub fn set_processes(draft: &mut Draft) {
     describe(draft, nodes, total.div_ceil(nodes), total);
 }
 
-/// The ranks of groups, whose placement becomes a comment. Asynchronous training needs it.
-pub fn set_groups(draft: &mut Draft, groups: &[Group], is_async: bool) {
+/// The ranks of groups, which the options `names` give. Several groups are the placement of the job.
+pub fn set_groups(draft: &mut Draft, groups: &[Group], names: &[&str]) {
     let total: usize = groups.iter().map(Group::ranks).sum();
     let per_node = groups.iter().map(|group| group.per_node).max().unwrap_or(1).max(1);
     let nodes = total.div_ceil(per_node).max(1);
@@ -48,24 +47,9 @@ pub fn set_groups(draft: &mut Draft, groups: &[Group], is_async: bool) {
         entries.push(Value::from(Table::from_iter(entry)));
         first = end;
     }
-    let placement = Value::Array(entries);
-    let names: Vec<&str> = ROLE_NAMES.iter().flat_map(|(_, pairs)| pairs.as_flattened()).copied().collect();
-    if is_async {
-        draft.set("mesh.placement", placement, &names);
-        let is_partial = draft.is_true(&["train.partial_rollout_enable"]);
-        let updates = if is_partial { 2 } else { 1 };
-        draft.set("mesh.async_updates_max", updates, &["train.async_enable", "train.partial_rollout_enable"]);
-    } else if groups.len() > 1 {
-        draft.head.push(format!(
-            "The placement there, if each role shall have ranks of its own: mesh.placement = {placement}"
-        ));
-    }
-    if !is_async {
-        for name in ["train.async_queue_size", "train.partial_rollout_enable"] {
-            if draft.given(name).is_some() {
-                draft.note(name, Kind::Needless, "no effect without async_enable");
-            }
-        }
+    if groups.len() > 1 {
+        draft.set("mesh.placement", entries, names);
+        draft.head.push("without mesh.placement every rank has all roles, and none waits for another".to_owned());
     }
     describe(draft, nodes, per_node.min(total), total);
 }

@@ -412,5 +412,19 @@ fn placement(draft: &mut Draft) {
         let per_node = if sampling > actor.1 && actor.1 > 0 { actor.1 } else { sampling };
         add(&["rollout"], (sampling.div_ceil(per_node), per_node));
     }
-    layout::set_groups(draft, &groups, async_train);
+    // Rules, functions and services need no GPU, and are asked from the last ranks.
+    if !groups.iter().any(|group| group.roles.contains(&"reward")) {
+        groups.last_mut().expect("the actor's").roles.push("reward");
+    }
+    let names: Vec<&str> = layout::ROLE_NAMES.iter().flat_map(|(_, pairs)| pairs.as_flattened()).copied().collect();
+    layout::set_groups(draft, &groups, &names);
+    if async_train {
+        let updates = if draft.is_true(&["train.partial_rollout_enable"]) { 2 } else { 1 };
+        return draft.set("mesh.async_updates_max", updates, &["train.async_enable", "train.partial_rollout_enable"]);
+    }
+    for name in ["train.async_queue_size", "train.partial_rollout_enable"] {
+        if draft.given(name).is_some() {
+            draft.note(name, Kind::Needless, "no effect without async_enable");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::draft::Draft;
 use super::given::Given;
-use super::layout;
+use super::layout::{self, Group};
 use super::paths;
 use super::shared::{missing_reward, rounded, words};
 use super::table::Kind;
@@ -10,6 +10,16 @@ use crate::error::Result;
 use toml::{Table, Value};
 
 const ACTOR: &str = "actor_rollout_ref.actor";
+
+/// The options of a resource pool for the reward models.
+const POOL: [&str; 6] = [
+    "reward.reward_model.enable_resource_pool",
+    "reward_model.enable_resource_pool",
+    "reward.reward_model.n_gpus_per_node",
+    "reward_model.n_gpus_per_node",
+    "reward.reward_model.nnodes",
+    "reward_model.nnodes",
+];
 
 pub fn combine(draft: &mut Draft) -> Result<()> {
     rows(draft)?;
@@ -272,6 +282,20 @@ fn rewards(draft: &mut Draft) {
     }
 }
 
+/// The ranks of all roles, and those of the reward models if these have a resource pool of their own.
+fn groups(draft: &Draft, nodes: usize, per_node: usize) -> Vec<Group> {
+    let [enable, pool_gpus, pool_nodes] = [&POOL[..2], &POOL[2..4], &POOL[4..]];
+    let has_pool = draft.is_true(enable) && draft.value("reward.models").is_some();
+    let mut all = Group { roles: vec!["actor", "critic", "reference", "reward"], nodes, per_node };
+    if !has_pool {
+        return vec![all];
+    }
+    all.roles.pop();
+    let [nodes, per_node] =
+        [(pool_nodes, 1.0), (pool_gpus, 8.0)].map(|(names, default)| draft.number(names).unwrap_or(default) as usize);
+    vec![all, Group { roles: vec!["reward"], nodes, per_node }]
+}
+
 fn run(draft: &mut Draft) {
     let name = draft.text(&["trainer.experiment_name"]).unwrap_or_else(|| "run".to_owned());
     let project = draft.text(&["trainer.project_name"]).unwrap_or_else(|| "verl".to_owned());
@@ -293,7 +317,7 @@ fn run(draft: &mut Draft) {
     }
     let [nodes, gpus] = [("trainer.nnodes", 1.0), ("trainer.n_gpus_per_node", 8.0)]
         .map(|(name, default)| draft.number(&[name]).unwrap_or(default).max(1.0) as usize);
-    layout::describe(draft, nodes, gpus, nodes * gpus);
+    layout::set_groups(draft, &groups(draft, nodes, gpus), &POOL);
     let strategy = draft.given("actor_rollout_ref.actor.strategy").map(Given::text);
     if strategy.is_some_and(|strategy| strategy == "megatron") {
         draft.note(
