@@ -30,6 +30,18 @@ pub struct RowFields {
     pub columns: Map<String, Value>,
 }
 
+/// An image as a vision tower reads it: squares of p x p pixels of `frames` frames. A still image fills all frames.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Patches {
+    /// The number of patches in time, height and width.
+    pub grid: [usize; 3],
+    /// Normalized pixels (t h w, 3 frames p p), each patch as (channel, frame, y, x). Patches are ordered by blocks of
+    /// merge x merge patches: block row, block column, row in the block, column in the block.
+    pub values: Vec<f32>,
+    /// A hash of the resized pixels and the processor's settings.
+    pub hash: u64,
+}
+
 /// The reason why a response ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
