@@ -12,6 +12,7 @@ mod fields;
 mod folder;
 mod foreign;
 mod hashes;
+pub mod images;
 pub mod input;
 mod json;
 mod kinds;
