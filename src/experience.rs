@@ -1,5 +1,7 @@
 //! The data that the stages of a step exchange.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::borrow::Cow;
@@ -19,6 +21,8 @@ pub struct Prompt {
     pub label: String,
     /// The shard prefix or file that the row came from.
     pub source: String,
+    /// The images among its tokens, in order.
+    pub images: Vec<Image>,
 }
 
 /// A row of the prompt data as it is in its file, for reward functions.
@@ -40,6 +44,66 @@ pub struct Patches {
     pub values: Vec<f32>,
     /// A hash of the resized pixels and the processor's settings.
     pub hash: u64,
+}
+
+/// The JPEG or PNG file of an image. Copies share the bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageFile(Arc<[u8]>);
+
+impl ImageFile {
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// The file as a data URL.
+    pub fn data_url(&self) -> String {
+        let kind = if self.0.starts_with(b"\x89PNG") { "png" } else { "jpeg" };
+        format!("data:image/{kind};base64,{}", STANDARD.encode(&self.0))
+    }
+}
+
+impl From<Vec<u8>> for ImageFile {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl Serialize for ImageFile {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for ImageFile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Ok(Self(<&[u8]>::deserialize(deserializer)?.into()))
+    }
+}
+
+/// An image among tokens, each of which is the model's image token.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Image {
+    /// The index of its first token.
+    pub at: usize,
+    /// The number of its tokens.
+    pub tokens: usize,
+    /// The grid and the hash of its patches.
+    pub grid: [usize; 3],
+    pub hash: u64,
+    pub file: ImageFile,
+}
+
+impl Image {
+    /// The tokens of the image.
+    pub fn range(&self) -> Range<usize> {
+        self.at..self.at + self.tokens
+    }
+
+    /// `tokens` with one token for each of their `images`, as a chat template prints them.
+    pub fn collapsed(tokens: &[u32], images: &[Self]) -> Vec<u32> {
+        let is_further = |at: &usize| images.iter().any(|image| image.at < *at && *at < image.at + image.tokens);
+        (0..tokens.len()).filter(|at| !is_further(at)).map(|at| tokens[at]).collect()
+    }
 }
 
 /// The reason why a response ended.

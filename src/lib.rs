@@ -11,7 +11,7 @@
 //! | 7 | `learn` |
 //! | 6 | `data` `rollout` `reward` `advantage` `loss` `optim` `checkpoint` `metrics` |
 //! | 5 | `model` `text` |
-//! | 4 | `ops` `comm` |
+//! | 4 | `ops` `comm` `images` |
 //! | 3 | `tensor` |
 //! | 2 | `device` |
 //! | 1 | `sys` |
@@ -28,6 +28,7 @@ pub mod dtype;
 pub mod error;
 pub mod experience;
 pub mod hub;
+pub mod images;
 pub mod launch;
 pub mod learn;
 pub mod loss;

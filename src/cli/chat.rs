@@ -5,20 +5,23 @@ use super::hub;
 use super::out::note;
 use super::rows::{Row, object};
 use super::talk::Talk;
+use super::texts::seen;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
+use crate::data::images::encode_chat;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use argh::{ArgsInfo, FromArgs};
 use serde_json::{Value, json};
 use std::io::{BufRead, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Chat with a model through its chat template: each line of standard input is a message, and the answer is streamed.
 #[derive(ArgsInfo, FromArgs, Debug)]
 #[argh(subcommand, name = "chat")]
 #[argh(
-    note = "/reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits \
+    note = "/image FILE adds an image to the next message; /reset starts a new conversation; the end of the input (Ctrl-D) ends it. If the conversation no longer fits \
             the model's context, the oldest messages are dropped first."
 )]
 pub struct Args {
@@ -33,6 +36,10 @@ pub struct Args {
     /// the system message
     #[argh(option)]
     pub system: Option<String>,
+
+    /// a JPEG or PNG file that the first message is about; may be repeated
+    #[argh(option)]
+    pub image: Vec<String>,
 
     /// extra variables for the chat template, e.g. '{"enable_thinking": false}'
     #[argh(option, default = "Row::new()", from_str_fn(object))]
@@ -90,6 +97,7 @@ pub fn run(args: &Args) -> Result<()> {
     template_args.extend(args.chat_template_args.clone());
     talk.tokenizer.warn_of_turn_end(&template_args);
     let mut messages = begun.clone();
+    let mut images = args.image.clone();
     let is_terminal = std::io::stdin().is_terminal();
     let ask = || {
         if is_terminal {
@@ -102,10 +110,11 @@ pub fn run(args: &Args) -> Result<()> {
         match line.trim() {
             "" => {}
             "/reset" => messages.clone_from(&begun),
+            text if text.starts_with("/image ") => images.push(text["/image ".len()..].trim().to_owned()),
             text => {
-                messages.push(json!({"role": "user", "content": text}));
-                let tokens = fitting(&talk, &mut messages, &template_args, begun.len())?;
-                let response = talk.answer(tokens)?;
+                messages.push(json!({"role": "user", "content": content(text, std::mem::take(&mut images))}));
+                let (tokens, images) = fitting(&talk, &mut messages, &template_args, begun.len())?;
+                let response = talk.answer(tokens, images)?;
                 messages.push(json!({"role": "assistant", "content": response.text}));
             }
         }
@@ -114,13 +123,22 @@ pub fn run(args: &Args) -> Result<()> {
     talk.finish()
 }
 
-/// The tokens of the conversation. If there are too many, the oldest messages after the first `kept` are dropped.
-fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> Result<Vec<u32>> {
+/// The content of a message: a text, or its images and the text.
+fn content(text: &str, images: Vec<String>) -> Value {
+    if images.is_empty() {
+        return text.into();
+    }
+    let images = images.into_iter().map(|image| json!({"type": "image", "image": image}));
+    images.chain([json!({"type": "text", "text": text})]).collect()
+}
+
+/// The tokens of the conversation, and the images among them. If there are too many, the oldest messages after the first `kept` are dropped.
+fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> Result<(Vec<u32>, Vec<Image>)> {
     loop {
-        let tokens = talk.tokenizer.encode_chat(&Value::Array(messages.clone()), args, true)?;
+        let (tokens, images) = encode_chat(&talk.tokenizer, messages, args, Path::new(""))?;
         // A message and its answer go together.
         if tokens.len() < talk.arch().context || messages.len() < kept + 3 {
-            return Ok(tokens);
+            return Ok((tokens, seen(images)?));
         }
         messages.drain(kept..kept + 2);
         note!("chat: dropped the oldest messages, the model's context is {} tokens", talk.arch().context);

@@ -56,6 +56,7 @@ pub fn run(args: &Args) -> Result<()> {
         (None, Some(prompt)) => return show(args, config, options, prompt),
         _ => return Err(Error::usage("generate needs either --input or --prompt")),
     };
+    Error::need(args.image.is_empty(), "--image needs --prompt; rows of --input have their own images")?;
     let ranks = Ranks::start(input)?;
     let dirs = ranks.agree(ModelDirs::find(&args.model, args.adapter.as_deref(), Some(Head::LanguageModel)))?;
     let asker = ranks.agree(Asker::new(args, &config, &dirs))?;
@@ -90,10 +91,13 @@ fn show(args: &Args, config: RolloutConfig, options: Options, prompt: &str) -> R
     let mut talk = Talk::open("generate", (&args.model, args.adapter.as_deref()), options, config, args.seed)?;
     talk.edits = Arc::new(asked::edits(args, Some(&talk.tokenizer), talk.arch().vocabulary)?);
     let texts = Texts::open(&talk.dirs.tokenizer, talk.arch(), &args.template())?;
-    let row = Row::from_iter([("prompt".to_owned(), prompt.into())]);
-    let tokens = texts.prompt(&row)?;
+    let mut row = Row::from_iter([("prompt".to_owned(), prompt.into())]);
+    if !args.image.is_empty() {
+        row.insert("images".to_owned(), args.image.clone().into());
+    }
+    let (tokens, images) = texts.prompt(&row)?;
     for _ in 0..args.samples {
-        talk.answer(tokens.clone())?;
+        talk.answer(tokens.clone(), images.clone())?;
     }
     talk.finish()
 }

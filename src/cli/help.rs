@@ -68,7 +68,7 @@ macro_rules! pages {
 
 /// The manual in the order of reading: topics, and texts whose first line is `# TITLE`.
 const PAGES: &[(&str, &str)] = pages! {
-    "first-job" "data" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "hub" "families" "evaluation" "metrics" "results" "traces" "verification" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "equality" "formats"
+    "first-job" "data" "images" "rewards" "services" "tools" "sft" "preferences" "distillation" "adapters" "models" "hub" "families" "evaluation" "metrics" "results" "traces" "verification" "trouble" "layouts" "gpus" "slurm" "from-openrlhf" "from-trl" "from-verl" "equality" "formats"
     "reproducibility" "replays"
 };
 

@@ -8,6 +8,7 @@ use super::scores::{ScoredRow, Scoring};
 use super::texts::{Template, Texts};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
+use crate::data::images::has_images;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
 use crate::model::Head;
@@ -22,6 +23,7 @@ use std::path::PathBuf;
 #[argh(note = "A row has one of:
 - tokens, a list of n ids: logprobs is a list of n - 1 numbers, as the first token has none;
 - prompt and response, strings (the prompt is encoded with the tokenizer's own special tokens);
+- messages with images, and response;
 - prompt_tokens and tokens, as generate writes them.
 With a response, logprobs has one number for each of its tokens, and tokens lists them.")]
 pub struct Args {
@@ -103,7 +105,7 @@ pub fn run(args: &Args) -> Result<()> {
 fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
     let [prompt, response] = if row.contains_key("prompt_tokens") {
         [rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?]
-    } else if row.contains_key("prompt") && !row.contains_key("tokens") {
+    } else if !row.contains_key("tokens") && (row.contains_key("prompt") || has_images(row)) {
         if let Some(both) = texts.answered(row)? {
             both
         } else {

@@ -4,6 +4,7 @@ use super::out;
 use super::rows;
 use crate::error::{Error, Result};
 use crate::experience::marked;
+use crate::images::plural;
 use crate::metrics::eval_rows::{self, EvalResponses, EvalRow};
 use crate::metrics::recorded::{self, RecordedSample, RecordedStep};
 use crate::metrics::{grouped, number, one_line};
@@ -197,6 +198,10 @@ fn show(text: &mut String, group: &[RecordedSample]) {
     }
     text.push('\n');
     put(text, &first.prompt);
+    if !first.images.is_empty() {
+        let count = plural(first.images.len(), "image");
+        let _ = writeln!(text, "      ({count}: see the report, or --json)");
+    }
     for sample in group {
         let score = short_number(sample.score);
         let _ = write!(text, "  - score {score}");
@@ -241,6 +246,8 @@ fn put(text: &mut String, of: &str) {
 fn as_json(row: &impl Serialize) -> String {
     // A reward that abstained is NaN, which is null in JSON.
     let json = serde_json::to_string(row).expect("texts and numbers");
+    // Samples without images have no such field.
+    let json = json.strip_suffix(",\"images\":[]}").map_or(json.clone(), |rest| format!("{rest}}}"));
     let mut text = String::with_capacity(json.len() + 1);
     for c in json.chars() {
         if one_line(&c.to_string()).starts_with(c) {

@@ -104,7 +104,7 @@ impl Scoring<'_> {
 
     fn read(&self, dirs: &ModelDirs) -> Result<Vec<ScoredRow>> {
         let arch = dirs.arch()?;
-        let texts = Texts::open(&dirs.tokenizer, &arch, &self.template)?;
+        let texts = Texts::open(&dirs.tokenizer, &arch, &self.template)?.of_rows(self.input);
         rows::read(self.input, |row| {
             let row = (self.row)(row, &texts)?;
             rows::check(&row.tokens, &arch)?;

@@ -6,7 +6,7 @@ use super::out;
 use super::ranks::Ranks;
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::experience::{Prompt, Response};
+use crate::experience::{Image, Prompt, Response};
 use crate::launch::inference::InferenceModel;
 use crate::model::{Arch, Head};
 use crate::rng::{Purpose, Rng};
@@ -59,12 +59,15 @@ impl Talk {
     }
 
     /// Generates the response to a prompt. Its text is streamed to standard output, followed by a line end.
-    pub fn answer(&mut self, tokens: Vec<u32>) -> Result<Response> {
+    pub fn answer(&mut self, tokens: Vec<u32>, images: Vec<Image>) -> Result<Response> {
         let (arch, tokenizer) = (&self.inference.transformer.arch, &self.tokenizer);
-        let prompt = Prompt { tokens, source: "standard input".into(), ..Prompt::default() };
+        let prompt = Prompt { tokens, images, source: "standard input".into(), ..Prompt::default() };
         let mut requests = rollout::requests(&[prompt], &self.config, &self.stop, arch.context)?;
         for request in &mut requests {
             request.edits = self.edits.clone();
+            if !request.images.is_empty() {
+                request.stop = Arc::new(Stop::clone(&request.stop).with_images(tokenizer));
+            }
         }
         self.engine.allow(self.inference.cache_bytes(&self.config, &requests, 1));
         let (mut decoder, mut failed) = (StreamDecoder::default(), Ok(()));

@@ -2,14 +2,16 @@
 
 use super::rows::{self, Row};
 use crate::config::data::DataConfig;
+use crate::data::images::has_images;
 use crate::data::rows::{Reading, template_variables};
 use crate::data::{RowKind, sequences};
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::model::Arch;
-use crate::sys::stderr;
+use crate::sys::{files, stderr};
 use crate::text::{Tokenizer, kind_of};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The options of the command line that concern the chat template.
 pub struct Template<'a> {
@@ -27,6 +29,10 @@ pub struct Texts {
     /// The keys of a job that reads its rows in the same way.
     config: DataConfig,
     vocabulary: usize,
+    /// The folder that paths of images start from.
+    folder: PathBuf,
+    /// Whether texts are used as they are, even with images.
+    is_plain: bool,
     /// Whether the model has a template, but the command does not say whether to use it.
     is_undecided: bool,
 }
@@ -54,11 +60,42 @@ impl Texts {
         let has_template = tokenizer.as_ref().is_some_and(|tokenizer| tokenizer.chat().is_ok());
         let is_undecided = has_template && !is_chat && !template.is_unwanted;
         let config = DataConfig { chat_template: is_chat, chat_template_args: args, ..DataConfig::default() };
-        Ok(Self { tokenizer, config, vocabulary: arch.vocabulary, is_undecided })
+        Ok(Self {
+            tokenizer,
+            config,
+            vocabulary: arch.vocabulary,
+            folder: PathBuf::new(),
+            is_plain: template.is_unwanted,
+            is_undecided,
+        })
     }
 
-    /// The tokens of the prompt in a row: its `prompt`, `messages` or `tokens`.
-    pub fn prompt(&self, row: &Row) -> Result<Vec<u32>> {
+    /// The same texts for the rows of a file or folder (`-`: standard input).
+    #[must_use]
+    pub fn of_rows(mut self, input: &Path) -> Self {
+        self.folder = if input.is_dir() { input.to_owned() } else { files::parent(input).to_owned() };
+        self
+    }
+
+    /// The tokens of the prompt in a row: its `prompt`, `messages` or `tokens`. Also the images among them.
+    pub fn prompt(&self, row: &Row) -> Result<(Vec<u32>, Vec<Image>)> {
+        if !has_images(row) {
+            return Ok((self.text_prompt(row)?, Vec::new()));
+        }
+        rows::needed(self.tokenizer.as_ref(), "a row with images")?;
+        let config = self.config_of(row);
+        let placed = sequences(row, self.reading(RowKind::Prompt, &config)?, &self.folder)?;
+        Ok((placed.tokens.concat(), seen(placed.images)?))
+    }
+
+    /// The keys of a job that reads this row: rows with images go through the chat template, which places them.
+    fn config_of(&self, row: &Row) -> DataConfig {
+        let is_text = row.get("prompt").is_some_and(Value::is_string);
+        let is_chat = has_images(row) && !(is_text && self.is_plain);
+        DataConfig { chat_template: self.config.chat_template || is_chat, ..self.config.clone() }
+    }
+
+    fn text_prompt(&self, row: &Row) -> Result<Vec<u32>> {
         let keys = ["prompt", "messages", "tokens"];
         let given: Vec<&str> = keys.into_iter().filter(|key| row.get(*key).is_some_and(|v| !v.is_null())).collect();
         let &[key] = &given[..] else {
@@ -78,7 +115,8 @@ impl Texts {
                     self.mention_template();
                     return tokenizer.encode(text, true);
                 }
-                Ok(sequences(row, self.reading(RowKind::Prompt)?)?.swap_remove(0))
+                let placed = sequences(row, self.reading(RowKind::Prompt, &self.config)?, &self.folder)?;
+                Ok(placed.tokens.concat())
             }
             (_, Value::Array(messages)) if messages.is_empty() => Err(Error::data(format!("{key} is empty"))),
             (_, Value::Array(messages)) if messages.iter().all(Value::is_object) => {
@@ -96,18 +134,20 @@ impl Texts {
     /// The tokens of `prompt` and of `response` through the chat template, as a job learns them, or `None` if texts are
     /// used as they are.
     pub fn answered(&self, row: &Row) -> Result<Option<[Vec<u32>; 2]>> {
-        if !self.config.chat_template {
+        if !self.config.chat_template && !has_images(row) {
             self.mention_template();
             return Ok(None);
         }
-        let mut both = sequences(row, self.reading(RowKind::Demonstration)?)?;
-        let response = both.pop().unwrap_or_default();
-        Ok(Some([both.concat(), response]))
+        let config = self.config_of(row);
+        let mut placed = sequences(row, self.reading(RowKind::Demonstration, &config)?, &self.folder)?;
+        let response = placed.tokens.pop().unwrap_or_default();
+        seen(placed.images)?;
+        Ok(Some([placed.tokens.concat(), response]))
     }
 
-    fn reading(&self, kind: RowKind) -> Result<Reading<'_>> {
+    fn reading<'a>(&'a self, kind: RowKind, config: &'a DataConfig) -> Result<Reading<'a>> {
         let tokenizer = rows::needed(self.tokenizer.as_ref(), "a text")?;
-        Ok(Reading { config: &self.config, kind, tokenizer, vocabulary: self.vocabulary })
+        Ok(Reading { config, kind, tokenizer, vocabulary: self.vocabulary })
     }
 
     fn mention_template(&self) {
@@ -118,4 +158,12 @@ impl Texts {
             );
         }
     }
+}
+
+/// Rejects images that the model could not see.
+pub fn seen(images: Vec<Image>) -> Result<Vec<Image>> {
+    if images.is_empty() {
+        return Ok(images);
+    }
+    Err(Error::data("the row has images, but the model's vision tower is not used"))
 }

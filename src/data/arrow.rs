@@ -15,6 +15,7 @@ use parquet::basic::Compression;
 use parquet::file::metadata::RowGroupMetaData;
 use serde_json::{Map, Number, Value};
 
+use super::images;
 use super::json::ROW_BYTES_MAX;
 use crate::comm::abort;
 use crate::error::{Error, Result, format_bytes};
@@ -187,6 +188,13 @@ fn damaged(rows: usize, byte: Option<usize>, error: &ArrowError) -> Error {
     Error::data(format!("damaged after row {rows}{at}: {error}"))
 }
 
+fn is_image(fields: &Fields) -> bool {
+    let is = |name: &str, known: fn(&DataType) -> bool| {
+        fields.iter().any(|field| field.name() == name && known(field.data_type()))
+    };
+    fields.len() == 2 && is("bytes", DataType::is_binary) && is("path", DataType::is_string)
+}
+
 /// Rejects columns that have no JSON form.
 fn usable(fields: &Fields, within: &str) -> Result<()> {
     for field in fields {
@@ -199,6 +207,8 @@ fn usable(fields: &Fields, within: &str) -> Result<()> {
             DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
                 usable(&vec![Field::clone(item).with_name("")].into(), &name)?;
             }
+            // An image of Hugging Face's datasets.
+            DataType::Struct(fields) if is_image(fields) => {}
             DataType::Struct(fields) => usable(fields, &format!("{name}."))?,
             DataType::Null | DataType::Boolean | DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {}
             known if known.is_integer() || known.is_floating() => {}
@@ -265,6 +275,9 @@ fn cell(column: &ArrayRef, field: &Field, i: usize, left: &mut usize) -> Result<
         DataType::Utf8 => text(column.as_string::<i32>().value(i), field, left)?,
         DataType::LargeUtf8 => text(column.as_string::<i64>().value(i), field, left)?,
         DataType::Utf8View => text(column.as_string_view().value(i), field, left)?,
+        DataType::Binary => bytes(column.as_binary::<i32>().value(i), left)?,
+        DataType::LargeBinary => bytes(column.as_binary::<i64>().value(i), left)?,
+        DataType::BinaryView => bytes(column.as_binary_view().value(i), left)?,
         DataType::List(item) => list(&column.as_list::<i32>().value(i), item, left)?,
         DataType::LargeList(item) => list(&column.as_list::<i64>().value(i), item, left)?,
         DataType::FixedSizeList(item, _) => list(&column.as_fixed_size_list().value(i), item, left)?,
@@ -286,6 +299,12 @@ fn list(items: &ArrayRef, field: &Field, left: &mut usize) -> Result<Value> {
         .map(|i| Ok(cell(items, field, i, left)?.unwrap_or_default()))
         .collect::<Result<Vec<_>>>()
         .map(Value::Array)
+}
+
+/// The file of an image, in base64.
+fn bytes(bytes: &[u8], left: &mut usize) -> Result<Value> {
+    count(bytes.len(), left)?;
+    Ok(images::base64(bytes).into())
 }
 
 /// A string, or the JSON value written in it if the column's type is JSON.

@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::source::Document;
 use crate::config::data::{DataConfig, LongPrompts};
+use crate::error::Result;
+use crate::experience::Image;
+use std::ops::Range;
 
 /// The bit of `Prompt::id` from which the number of a window's piece is stored.
 pub(super) const PIECE_SHIFT: u32 = 48;
@@ -47,10 +50,54 @@ impl Entry {
     pub fn tokens(&self) -> usize {
         (self.end - self.start + self.rest) as usize
     }
+
+    /// The kept tokens among those of a document whose prompt has `prompt` tokens: a part of the prompt, and the
+    /// beginning of the rest.
+    fn kept(&self, prompt: usize) -> [Range<usize>; 2] {
+        [self.start as usize..self.end as usize, prompt..prompt + self.rest as usize]
+    }
+
+    /// The images among its tokens.
+    pub fn images(&self, document: Document) -> Result<Vec<Image>> {
+        if !document.source.shard.has_images() {
+            return Ok(Vec::new());
+        }
+        let [prompt, rest] = self.kept(document.prompt_tokens()?);
+        let place = |image: Image| {
+            let at = if prompt.contains(&image.at) {
+                image.at - prompt.start
+            } else {
+                prompt.len() + rest.contains(&image.at).then(|| image.at - rest.start)?
+            };
+            Some(Image { at, ..image })
+        };
+        Ok(document.images()?.into_iter().filter_map(place).collect())
+    }
+}
+
+/// Whether an entry keeps a part of an image, or an image without the tokens around it.
+pub(super) fn cuts_an_image(entries: &[Entry], document: Document, prompt: usize) -> Result<bool> {
+    let is_whole = |entry: &Entry| entry.cut == 0 && entry.pieces == 1;
+    if !document.source.shard.has_images() || entries.iter().all(is_whole) {
+        return Ok(false);
+    }
+    let all: usize = document.lengths()?.iter().sum();
+    let images = document.image_places()?;
+    let is_cut = |kept: &Range<usize>, image: &Image| {
+        let image = image.at.saturating_sub(1)..(image.at + image.tokens + 1).min(all);
+        let common = image.start.max(kept.start)..image.end.min(kept.end);
+        !common.is_empty() && common != image
+    };
+    // Where nothing is cut between prompt and rest, they are one range.
+    let ranges = |entry: &Entry| match entry.kept(prompt) {
+        [own, rest] if own.end == rest.start => [own.start..rest.end, 0..0],
+        both => both,
+    };
+    Ok(entries.iter().flat_map(ranges).any(|kept| images.iter().any(|image| is_cut(&kept, image))))
 }
 
 /// The entries of a row, or the rule that filters it.
-pub type Entries = Result<Vec<Entry>, &'static str>;
+pub type Entries = std::result::Result<Vec<Entry>, &'static str>;
 
 /// The entries of a row with `prompt` tokens and `rest` tokens after it, or the rule that filters the row.
 pub(super) fn cut(config: &DataConfig, document: Document, prompt: usize, rest: usize) -> Entries {

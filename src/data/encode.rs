@@ -6,33 +6,42 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::fields::required;
+use super::images::{self, Placed};
 use super::input::{InputFile, RawRow, RowReader, input_files};
 use super::rows::Reading;
 use super::shape::{self, Fields};
 use super::shard::{Meta, ShardWriter, Sidecar};
 use super::split::{TEST, TRAIN, describe, is_test};
 use crate::config::data::SplitBy;
+use crate::config::method::RowKind;
 use crate::error::{Error, Result};
+use crate::images::Images;
+use crate::sys::files;
 
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
 /// The token sequences of a row of the kind `reading.kind`: a prompt, or a prompt and its response, alternating for
-/// several turns.
+/// several turns. Also its images, whose paths start from `folder`.
 ///
 /// # Errors
 /// `Data` if the row lacks a field, or has one that cannot be read.
-pub fn sequences(row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+pub fn sequences(row: &Map<String, Value>, reading: Reading, folder: &Path) -> Result<Placed> {
     let spec = reading.kind.spec();
     if spec.fields() != Fields::Text {
         shape::warn_of_unread(row, reading.config, spec.unread());
     }
-    spec.encode(row, reading)
+    let placed = spec.encode(row, reading)?.place(reading.tokenizer, folder)?;
+    // Both responses of a pair follow the prompt.
+    if reading.kind == RowKind::Pair && placed.images.iter().any(|image| image.at >= placed.tokens[0].len()) {
+        return Err(Error::data("only the prompt of a pair may have images"));
+    }
+    Ok(placed)
 }
 
 /// A row for the shard.
 struct Encoded {
-    sequences: Vec<Vec<u32>>,
+    row: Placed,
     meta: Meta,
     split: Option<String>,
 }
@@ -46,23 +55,26 @@ struct Encoder<'a> {
 
 impl Encoder<'_> {
     /// The document of one row. `source` is its file and line. `split` is the input's own split, if it has one.
-    fn encode(&self, row: Map<String, Value>, source: String, split: Option<&str>) -> Result<Encoded> {
+    fn encode(&self, row: Map<String, Value>, (path, source): (&Path, String), split: Option<&str>) -> Result<Encoded> {
         let Reading { config, kind, .. } = self.reading;
-        let sequences = sequences(&row, self.reading)?;
+        let placed = sequences(&row, self.reading, files::parent(path))?;
         let field = &config.split.field;
         let split = match config.split.by {
             SplitBy::Source | SplitBy::File => split.map(str::to_owned),
-            SplitBy::Ratio => Some(if is_test(&sequences[0], &config.split) { TEST } else { TRAIN }.to_owned()),
+            SplitBy::Ratio => Some(
+                if is_test(&images::identity(&placed.tokens[0], &placed.images), &config.split) { TEST } else { TRAIN }
+                    .to_owned(),
+            ),
             SplitBy::Field => Some(split_name(field, required(&row, field)?)?),
         };
         let label = kind.spec().label(&row, config)?;
         let fields = if self.kept == [ALL_FIELDS] {
-            row
+            images::without_images(row)
         } else {
             let kept = self.kept.iter().map(|field| Ok((field.clone(), required(&row, field)?.clone())));
             kept.collect::<Result<_>>()?
         };
-        Ok(Encoded { sequences, meta: Meta { label, source, fields }, split })
+        Ok(Encoded { row: placed, meta: Meta { label, source, fields, images: Vec::new() }, split })
     }
 }
 
@@ -104,6 +116,7 @@ pub fn shard_rows(
     }
     let known = Sidecar {
         tokenizer_sha256: reading.tokenizer.sha256().to_owned(),
+        image_recipe: reading.tokenizer.images().map_or(String::new(), Images::recipe),
         split_rule: describe(&reading.config.split),
         inputs: inputs.iter().map(|(path, _)| path.display().to_string()).collect(),
         ..Sidecar::default()
@@ -127,14 +140,14 @@ fn shard_file(
         }
         let encode = |(i, row): (usize, &RawRow)| {
             let source = format!("{name}:{}", first + i + 1);
-            let encoded = row.parse().and_then(|row| encoder.encode(row, source.clone(), split.as_deref()));
+            let encoded = row.parse().and_then(|row| encoder.encode(row, (path, source.clone()), split.as_deref()));
             encoded.map_err(|e| row.explain(e).within(source))
         };
         let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
         for row in encoded {
-            let row = row?;
-            let source = &row.meta.source;
-            writer.push(row.split.as_deref(), &row.sequences, &row.meta).map_err(|e| e.within(source))?;
+            let Encoded { row, mut meta, split } = row?;
+            meta.images = writer.add_images(&row.images)?;
+            writer.push(split.as_deref(), &row.tokens, &meta).map_err(|e| e.within(&meta.source))?;
         }
         first += rows.len();
     }

@@ -28,7 +28,7 @@ impl Rows {
         Ok(Self { eval_sets, ..rows })
     }
 
-    /// Returns a function from `Prompt::id` to the row as its file has it. `config` is the configuration that the rows
+    /// Returns a function from `Prompt::id` to the row as its file has it, with its images as data URLs. `config` is the configuration that the rows
     /// were opened with.
     pub fn lookup(&self, config: &DataConfig) -> impl Fn(u64) -> Result<RowFields> + Send + Sync + 'static {
         let sets = self.eval_sets.iter().zip(config.of_eval_sets()).map(|((_, rows), config)| (rows, config));
@@ -38,7 +38,13 @@ impl Rows {
             let found = |(sources, config)| Some((document_of(sources, id)?, config));
             let found = all.iter().rev().find_map(|(sources, config)| found((sources, config)));
             let Some((document, config)) = found else { return Ok(RowFields::default()) };
-            Ok(row_fields(document.meta()?.fields, config))
+            let mut fields = row_fields(document.meta()?.fields, config);
+            let images = document.images()?;
+            if !images.is_empty() {
+                let urls = images.iter().map(|image| image.file.data_url()).collect::<Vec<_>>();
+                fields.columns.insert("images".to_owned(), urls.into());
+            }
+            Ok(fields)
         }
     }
 

@@ -37,6 +37,10 @@ const REMEDIES: &[(&str, &str)] = &[
         "pair_equal_when_cut",
         "the two responses of these rows differ only in tokens that are cut off: raise data.row_tokens_max",
     ),
+    (
+        "image_cut",
+        "to fit, these rows would be cut within an image: raise data.prompt_tokens_max and data.row_tokens_max, or make images smaller",
+    ),
     ("empty_document", "these documents have no tokens, so nothing can be learned from them"),
     (
         "same_prompt_in_eval_split",

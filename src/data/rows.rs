@@ -3,6 +3,7 @@
 use serde_json::{Map, Value};
 
 pub use super::fields::{field, required, token_ids};
+use super::images::{self, Sequences};
 use super::shape::{Content, Field, Turns, is_assistant};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
@@ -41,6 +42,7 @@ impl<'a> Reading<'a> {
     pub(super) fn side(self, row: &Map<String, Value>, prompt: Option<&Field>, answer: &Field) -> Result<Side> {
         match Turns::join(prompt, answer, self.config.chat_template)? {
             Turns::Chat { messages: mut all, .. } => {
+                let images = images::lift(&mut all, row, self.tokenizer)?;
                 let last = all.len() - 1;
                 // A template that rewrites earlier turns still prints a whole conversation.
                 let mut sequences = match self.turns(row, &all, |i| is_assistant(&all[i]))? {
@@ -49,15 +51,18 @@ impl<'a> Reading<'a> {
                 };
                 all.pop();
                 let answer = sequences.pop().unwrap_or_default();
-                Ok(Side { before: Some(all), prompt: sequences.concat(), answer })
+                Ok(Side { before: Some(all), prompt: sequences.concat(), answer, images })
             }
             Turns::Plain { prompt: Some(prompt), answer } => {
                 let (prompt, answer) = (self.tokens(prompt, Place::Prompt)?, self.tokens(answer, Place::Answer)?);
-                Ok(Side { before: None, prompt, answer })
+                Ok(Side { before: None, prompt, answer, images: images::of_columns(row)? })
             }
-            Turns::Plain { prompt: None, answer } => {
-                Ok(Side { before: None, prompt: Vec::new(), answer: self.tokens(answer, Place::Whole)? })
-            }
+            Turns::Plain { prompt: None, answer } => Ok(Side {
+                before: None,
+                prompt: Vec::new(),
+                answer: self.tokens(answer, Place::Whole)?,
+                images: images::of_columns(row)?,
+            }),
         }
     }
 
@@ -86,6 +91,18 @@ impl<'a> Reading<'a> {
             }
         };
         if tokens.is_empty() { Err(empty(field.key)) } else { Ok(tokens) }
+    }
+
+    /// A conversation through the chat template, with its images: the sequences of `turns`.
+    pub(super) fn conversation(
+        self,
+        row: &Map<String, Value>,
+        mut messages: Vec<Value>,
+        is_learned: impl Fn(usize, &Value) -> bool,
+    ) -> Result<Sequences> {
+        let images = images::lift(&mut messages, row, self.tokenizer)?;
+        let tokens = self.turns(row, &messages, |i| is_learned(i, &messages[i]))?.ok_or_else(rewrites)?;
+        Ok(Sequences { tokens, images })
     }
 
     /// Messages through the chat template. A learned turn is a response, and everything before it is its prompt. `None`
@@ -144,6 +161,8 @@ pub(super) struct Side {
     pub before: Option<Vec<Value>>,
     pub prompt: Vec<u32>,
     pub answer: Vec<u32>,
+    /// Its images as the row gives them, in the order of their places.
+    pub images: Vec<Value>,
 }
 
 pub(super) fn rewrites() -> Error {

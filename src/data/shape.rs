@@ -66,6 +66,9 @@ const NAMES: [(&str, &[&str]); 4] = [
     ("rejected_key", &["rejected", "dispreferred", "rejected_response"]),
 ];
 
+/// Parts of messages that no model reads.
+const UNREAD_PARTS: [&str; 2] = ["video", "audio"];
+
 /// Names of fields that often belong to a prompt although no key names them, and what makes them a part of it.
 pub type Unread = (&'static [&'static str], &'static str);
 
@@ -75,7 +78,7 @@ const UNREAD: [Unread; 5] = [
     (&["history"], "write its turns as messages"),
     (&["context", "documents"], "write it into the prompt"),
     (&["tools", "chat_template_kwargs"], "set data.chat_template = true (or pass --chat-template)"),
-    (&["image", "images", "videos", "audio", "audios"], "models read text only"),
+    (&["video", "videos", "audio", "audios"], "models read text and images only"),
 ];
 
 /// Warns once of each field, including `more`, that often belongs to a prompt but does not become a part of it.
@@ -303,11 +306,12 @@ fn named_as_usual(message: Value, key: &str) -> Result<Value> {
         )));
     };
     let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
-    let no_text = |part: &str| ["image", "video", "audio"].iter().any(|kind| part.contains(kind));
-    if let Some(kind) = parts.filter_map(|part| part["type"].as_str()).find(|kind| no_text(kind)) {
-        return Err(Error::data(format!(
-            "a message in field {key:?} has a part of type {kind:?}; models read text only"
-        )));
+    for (part, unread) in parts.flat_map(|part| UNREAD_PARTS.map(|unread| (part, unread))) {
+        if part["type"].as_str().is_some_and(|kind| kind.contains(unread)) || !part[unread].is_null() {
+            return Err(Error::data(format!(
+                "a message in field {key:?} has a part with {unread}; models read text and images only"
+            )));
+        }
     }
     if let Some((_, usual)) = ROLES.iter().find(|(other, _)| *other == role) {
         if usual.is_empty() && is_foreign {

@@ -1,7 +1,9 @@
 //! An open entry of `data.prompts`, and its documents.
 
+use super::images;
 use super::shard::{Meta, Shard};
 use crate::error::{Error, Result};
+use crate::experience::Image;
 
 /// An open entry of `data.prompts` or `data.split.eval_files`.
 #[derive(Debug)]
@@ -53,6 +55,21 @@ impl Document<'_> {
     /// The tokens of the first sequence.
     pub fn prompt(self) -> Result<Vec<u32>> {
         self.source.shard.prompt(self.index as usize)
+    }
+
+    /// The images, in order. `Image::at` counts over all sequences.
+    pub fn images(self) -> Result<Vec<Image>> {
+        self.source.shard.images(self.index as usize)
+    }
+
+    /// The images without their files.
+    pub fn image_places(self) -> Result<Vec<Image>> {
+        self.source.shard.image_places(self.index as usize)
+    }
+
+    /// The tokens of the first sequence, followed by the hashes of its images.
+    pub fn identity(self) -> Result<Vec<u32>> {
+        Ok(images::identity(&self.prompt()?, &self.image_places()?))
     }
 
     pub fn meta(self) -> Result<Meta> {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::cut::{Entries, Entry, RowTokens};
+use super::cut::{Entries, Entry, RowTokens, cuts_an_image};
 use super::encode::{ALL_FIELDS, shard_rows};
 use super::feed::{Cursor, Feed, Stratum};
 use super::hashes::Hashes;
@@ -121,7 +121,9 @@ impl Prepared {
         };
         let template = if config.template.is_empty() { String::new() } else { format!(" {:?}", config.template) };
         let rule = describe(&config.split);
-        let how = format!("{ENCODING} {} {vocabulary} {keys:?} {rule}{by_kind}{args}{template}", tokenizer.recipe());
+        let images = tokenizer.images().map_or(String::new(), |images| format!(" {}", images.recipe()));
+        let recipe = tokenizer.recipe();
+        let how = format!("{ENCODING} {recipe} {vocabulary} {keys:?} {rule}{by_kind}{args}{template}{images}");
         let prefix = |(name, files): (&String, &Vec<InputFile>)| {
             let path = Path::new(name);
             if files.is_empty() {
@@ -299,6 +301,12 @@ impl Rows {
         self.sources[entry.source as usize].document(entry.document).line()
     }
 
+    /// Whether any row has images.
+    pub fn have_images(&self) -> bool {
+        self.with_sets().any(|rows| rows.sources.iter().any(|source| source.shard.has_images()))
+            || self.pretrain.as_ref().is_some_and(|texts| texts.have_images())
+    }
+
     /// Rows (or pieces of long prompts) in an epoch.
     pub fn epoch_rows(&self) -> u64 {
         self.feed.epoch_entries()
@@ -355,6 +363,9 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
     for ((name, split), prefix) in train.chain(test).zip(&prepared.prefixes) {
         let shard = Shard::open(prefix, vocabulary)?;
         shard.check_tokenizer(tokenizer.sha256())?;
+        if shard.has_images() {
+            shard.check_images(&tokenizer.images().map_err(|e| e.within(name))?.recipe())?;
+        }
         check_training_splits(config, reading.kind, name, &shard)?;
         let documents = shard.documents() as u64;
         let (index, split) = (sources.len() as u32, by_file.then_some(split));
@@ -368,7 +379,10 @@ fn open_sources(reading: Reading<'_>, prepared: &Prepared, mut first_id: u64) ->
 fn entries_of(document: Document, Reading { config, kind, .. }: Reading<'_>) -> Result<Entries> {
     match document.prompt_tokens()? {
         0 => Ok(Err("empty_document")),
-        prompt => kind.spec().entries(document, prompt, config),
+        prompt => Ok(match kind.spec().entries(document, prompt, config)? {
+            Ok(entries) if cuts_an_image(&entries, document, prompt)? => Err("image_cut"),
+            entries => entries,
+        }),
     }
 }
 
@@ -412,13 +426,13 @@ fn select(
     let mut held_out = HashSet::new();
     for (source, rows) in sources.iter().zip(&eval) {
         for row in rows {
-            held_out.insert(prompt_hash(&source.document(*row).prompt()?, 0));
+            held_out.insert(prompt_hash(&source.document(*row).identity()?, 0));
         }
     }
     for (_, set) in eval_sets {
         for entry in &set.eval {
             let document = set.sources[entry.source as usize].document(entry.document);
-            held_out.insert(prompt_hash(&document.prompt()?, 0));
+            held_out.insert(prompt_hash(&document.identity()?, 0));
         }
     }
     let mut train = Vec::with_capacity(sources.len());
@@ -432,7 +446,7 @@ fn select(
         };
         let mut kept = Vec::new();
         for row in (0..documents).filter(|row| !evaluates.contains(row)) {
-            let is_known = || Ok(held_out.contains(&prompt_hash(&source.document(row).prompt()?, 0)));
+            let is_known = || Ok(held_out.contains(&prompt_hash(&source.document(row).identity()?, 0)));
             if !trains(&row) {
                 filtered.push(Filtered { source: s, document: row, rule: "other_split" });
             } else if !held_out.is_empty() && is_known()? {

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use twox_hash::XxHash3_64;
 
 use super::folder::keyword_of;
+use super::images;
 use super::ledger::Ledger;
 use super::shard::Shard;
 use crate::config::data::{DataConfig, SplitBy, SplitConfig};
@@ -64,7 +65,14 @@ pub(super) fn splits_of(
         SplitBy::Ratio => {
             let (mut train, mut test) = (Vec::new(), Vec::new());
             for row in 0..documents {
-                let side = if is_test(&shard.prompt(row as usize)?, rule) { &mut test } else { &mut train };
+                let side = if is_test(
+                    &images::identity(&shard.prompt(row as usize)?, &shard.image_places(row as usize)?),
+                    rule,
+                ) {
+                    &mut test
+                } else {
+                    &mut train
+                };
                 side.push(row);
             }
             Ok(vec![(TRAIN.to_owned(), train), (TEST.to_owned(), test)])

@@ -29,7 +29,8 @@ use hdf5::types::VarLenUnicode;
 use hdf5::{Group, H5Type, Location};
 
 use crate::error::{Error, Result};
-use crate::experience::{Experience, Greedy};
+use crate::experience::{Experience, Greedy, Image, ImageFile};
+use crate::images::thumbnail;
 use crate::sys::{files, hdf5_image};
 
 /// The maximum size of the file of a step of `samples` samples with prompts and responses of these lengths. Their texts
@@ -193,6 +194,9 @@ pub(super) const ENVIRONMENT: Array = (
     "parts of the response's text that the environment wrote, as [[first, end], ...] in characters",
 );
 
+/// Only in steps whose prompts have images.
+pub(super) const IMAGES: Array = ("images", "JSON", "the images of the prompt, small, as a list of data URLs");
+
 /// Only in jobs whose estimator compares with the greedy response to each prompt.
 pub(super) const GREEDY: [Array; 3] = [
     ("greedy_score", "1", "score of the greedy response to the sample's prompt"),
@@ -278,9 +282,27 @@ fn write_batch(group: &Group, step: u64, batch: &[Experience]) -> hdf5::Result<(
         let spans = |e: &Experience| string(&serde_json::to_string(e.response.written()).expect("numbers"));
         dataset(group, ENVIRONMENT, batch.iter().map(spans).collect::<hdf5::Result<Vec<_>>>()?.into_iter())?;
     }
+    write_images(group, batch)?;
     write_greedy(group, batch)?;
     write_masks(group, batch)?;
     write_scores(&group.create_group("scores")?, batch)
+}
+
+/// An image that can no longer be decoded is left out.
+fn write_images(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
+    if batch.iter().all(|e| e.prompt.images.is_empty()) {
+        return Ok(());
+    }
+    let mut known: BTreeMap<u64, Option<String>> = BTreeMap::new();
+    let mut url = |image: &Image| {
+        let small = || Some(ImageFile::from(thumbnail(image.file.bytes()).ok()?).data_url());
+        known.entry(image.hash).or_insert_with(small).clone()
+    };
+    let mut of_sample = |e: &Experience| {
+        let urls: Vec<String> = e.prompt.images.iter().filter_map(&mut url).collect();
+        string(&serde_json::to_string(&urls).expect("texts"))
+    };
+    dataset(group, IMAGES, batch.iter().map(&mut of_sample).collect::<hdf5::Result<Vec<_>>>()?.into_iter())
 }
 
 fn write_greedy(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {

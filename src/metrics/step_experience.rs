@@ -60,7 +60,7 @@ fn prompts(file: &StepFile, n: usize) -> Result<Vec<Prompt>> {
         if texts.len() == n { Ok(texts) } else { Err(of_length(file, name, n, texts.len())) }
     };
     let texts = texts("prompt")?.into_iter().zip(texts("label")?).zip(texts("source")?);
-    let prompt = |(id, ((text, label), source))| Prompt { id: id as u64, tokens: Vec::new(), text, label, source };
+    let prompt = |(id, ((text, label), source))| Prompt { id: id as u64, text, label, source, ..Prompt::default() };
     Ok(ids.into_iter().zip(texts).map(prompt).collect())
 }
 

@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use hdf5::types::VarLenUnicode;
 use hdf5::{File, Group, H5Type};
 
-use super::rollouts::{ENVIRONMENT, group_name};
+use super::rollouts::{ENVIRONMENT, IMAGES, group_name};
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Spans};
 use crate::sys::hdf5_image;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// One sample without its per-token arrays.
@@ -37,6 +38,8 @@ pub struct RecordedSample {
     pub finish: String,
     pub prompt_tokens: usize,
     pub response_tokens: usize,
+    /// The images of the prompt, small, as data URLs.
+    pub images: Vec<String>,
 }
 
 /// The per-token arrays of a sample's response.
@@ -78,7 +81,7 @@ impl StepFile {
         let offsets = self.array::<i64>("response_offsets")?;
         let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
         let (labels, sources) = (self.texts("label")?, self.texts("source")?);
-        let (parts, environment) = (self.parts()?, self.environment()?);
+        let (parts, environment, images) = (self.parts()?, self.environment()?, self.json::<Vec<String>>(IMAGES.0)?);
         let n = scores.len();
         let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
         let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
@@ -104,6 +107,7 @@ impl StepFile {
             finish: Finish::from_code(finish[i]).map_or("unknown", Finish::name).to_string(),
             prompt_tokens: prompt_tokens[i].max(0) as usize,
             response_tokens: offsets[i + 1].saturating_sub(offsets[i]).max(0) as usize,
+            images: images.get(i).cloned().unwrap_or_default(),
         };
         Ok((0..n).map(sample).collect())
     }
@@ -151,14 +155,18 @@ impl StepFile {
 
     /// The parts of each response that an environment wrote; nothing if the job had none.
     pub(super) fn environment(&self) -> Result<Vec<Spans>> {
-        let name = ENVIRONMENT.0;
+        self.json(ENVIRONMENT.0)
+    }
+
+    /// The values of an array of JSON; nothing if the file does not have it.
+    fn json<T: DeserializeOwned>(&self, name: &str) -> Result<Vec<T>> {
         if !self.group.link_exists(name) {
             return Ok(Vec::new());
         }
-        let spans = |text: String| {
+        let value = |text: String| {
             serde_json::from_str(&text).map_err(|e| Error::data(format!("{}: {name}: {e}", self.path.display())))
         };
-        self.texts(name)?.into_iter().map(spans).collect()
+        self.texts(name)?.into_iter().map(value).collect()
     }
 
     pub(super) fn array<T: H5Type>(&self, name: &str) -> Result<Vec<T>> {

@@ -9,7 +9,7 @@ use crate::sys::{files, stderr};
 use std::path::{Path, PathBuf};
 
 /// Tokenizer files that are copied if they exist, in addition to the files of `templates`.
-pub const TOKENIZER_FILES: [&str; 10] = [
+pub const TOKENIZER_FILES: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -20,6 +20,8 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ];
 
 /// The folder of chat templates that are not the default: a file `NAME.jinja` for each.

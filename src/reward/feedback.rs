@@ -42,6 +42,11 @@ impl Texts {
     /// # Errors
     /// The reason, if the model cannot continue after it.
     pub fn tokens(&self, feedback: &Feedback, last: &[u32]) -> Result<(Vec<u32>, String), String> {
+        if let Feedback::Messages(messages) = feedback
+            && messages.iter().any(has_image)
+        {
+            return Err("its feedback has an image, but only prompts may have images".to_owned());
+        }
         let tokens = match feedback {
             Feedback::Text(text) => self.tokenizer.encode(text, false),
             Feedback::Tokens(tokens) => Ok(tokens.clone()),
@@ -60,4 +65,9 @@ impl Texts {
         };
         Ok((tokens, text))
     }
+}
+
+fn has_image(message: &Map<String, Value>) -> bool {
+    let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
+    parts.filter_map(|part| part.get("type")?.as_str()).any(|kind| kind.contains("image"))
 }

@@ -6,6 +6,7 @@ use super::beams::{self, BeamRun, Beams};
 use super::blocks::GroupPages;
 use super::cache_size::{GroupNeed, bytes, divide};
 use super::live::Live;
+use super::prefixes;
 use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
 use super::scheduler::{Limits, Prefixes, Scheduler, Spec};
 use super::steps::DecodeSteps;
@@ -109,7 +110,8 @@ impl Engine {
                 next += usize::from(is_first);
                 is_first
             });
-            scheduler.share_prefixes(Prefixes::new(of_groups.map(|(_, request)| &*request.tokens)));
+            let keys = prefixes::keys(of_groups.map(|(_, request)| (&*request.tokens, &*request.images)));
+            scheduler.share_prefixes(Prefixes::new(keys.iter().map(|key| &key[..])));
         }
         if queue.is_some() {
             scheduler.open();

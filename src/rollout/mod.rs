@@ -26,7 +26,7 @@ pub use run::{Hooks, Model, Outcome, Progress, Queue};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
-use crate::experience::{Prompt, Response};
+use crate::experience::{Image, Prompt, Response};
 use crate::model::{Arch, TensorPart, cost};
 use crate::ops::sample::SampleParams;
 use crate::rng::Rng;
@@ -43,6 +43,8 @@ pub struct Stop {
     /// Each of these texts ends the response. Its text is cut before the first one. Its tokens keep everything sampled,
     /// because the policy is trained on it.
     pub strings: Vec<String>,
+    /// Tokens that are never sampled: the tokens of images and videos, in a job with images.
+    pub never_sampled: Vec<u32>,
 }
 
 impl Stop {
@@ -52,13 +54,20 @@ impl Stop {
         Self::new(config, &eos_tokens.iter().chain(of_tokenizer).copied().collect::<Vec<_>>())
     }
 
+    /// The same for a model that sees images: it does not sample its tokens for them.
+    #[must_use]
+    pub fn with_images(mut self, tokenizer: &Tokenizer) -> Self {
+        self.never_sampled = tokenizer.images().map_or(Vec::new(), |images| images.never_sampled.clone());
+        self
+    }
+
     /// The stops of the configuration, for a model whose end tokens are `eos_tokens`.
     pub fn new(config: &RolloutConfig, eos_tokens: &[u32]) -> Self {
         let mut tokens = config.stop_token_ids.clone();
         if !config.ignore_eos {
             tokens.extend_from_slice(eos_tokens);
         }
-        Self { tokens, strings: config.stop.clone() }
+        Self { tokens, strings: config.stop.clone(), never_sampled: Vec::new() }
     }
 }
 
@@ -82,6 +91,8 @@ pub struct Request {
     /// Number among the samples of the prompt; a part of the random key.
     pub sample: u32,
     pub tokens: Arc<[u32]>,
+    /// The images among them.
+    pub images: Arc<[Image]>,
     pub params: SampleParams,
     /// The minimum number of new tokens before a stop token can be sampled.
     pub new_tokens_min: usize,
@@ -106,6 +117,9 @@ impl Request {
     fn banned(&self, tokens: &[u32]) -> Cow<'_, [u32]> {
         let is_early = tokens.len() - self.tokens.len() < self.new_tokens_min;
         let mut banned = Cow::Borrowed(if is_early { &self.stop.tokens[..] } else { &[] });
+        if !self.stop.never_sampled.is_empty() {
+            banned.to_mut().extend_from_slice(&self.stop.never_sampled);
+        }
         for (last, before) in self.edits.bad_words.iter().filter_map(|word| word.split_last()) {
             if tokens.ends_with(before) {
                 banned.to_mut().push(*last);
@@ -121,12 +135,13 @@ impl Request {
 
     /// Whether its logits are changed before sampling.
     pub fn edits_logits(&self) -> bool {
-        self.params.repetition_penalty != 1.0 || self.new_tokens_min > 0 || *self.edits != Edits::default()
+        let is_banned = self.new_tokens_min > 0 || !self.stop.never_sampled.is_empty();
+        self.params.repetition_penalty != 1.0 || is_banned || *self.edits != Edits::default()
     }
 
     /// Whether its sampling needs the host, so that no graph can decode it.
     fn needs_host(&self) -> bool {
-        *self.edits != Edits::default() || self.top_logprobs > 0
+        *self.edits != Edits::default() || self.top_logprobs > 0 || !self.stop.never_sampled.is_empty()
     }
 }
 
@@ -170,13 +185,14 @@ pub fn requests(prompts: &[Prompt], config: &RolloutConfig, stop: &Arc<Stop>, co
             );
             return Err(Error::data(message).hint("lower data.prompt_tokens_max"));
         }
-        let tokens: Arc<[u32]> = prompt.tokens.as_slice().into();
+        let (tokens, images) = (Arc::from(&prompt.tokens[..]), Arc::from(&prompt.images[..]));
         for sample in 0..config.samples_per_prompt as u32 {
             all.push(Request {
                 prompt: index,
                 prompt_id: prompt.id,
                 sample,
-                tokens: tokens.clone(),
+                tokens: Arc::clone(&tokens),
+                images: Arc::clone(&images),
                 params,
                 new_tokens_min: config.response_tokens_min,
                 new_tokens_max: new_tokens_max(config, length, context),

@@ -1,11 +1,14 @@
 //! Pages at the beginning of several prompts, such as a system prompt or examples. The first sequence that needs such a
 //! page reads it, and the others reuse it.
 //!
-//! A page is identified by its tokens and all tokens before them, because keys and values depend on these.
+//! A page is identified by its tokens and all tokens before them, because keys and values depend on these. The tokens of
+//! an image are equal for all images, so an image's number takes their place.
 
 use super::blocks::BlockPools;
 use super::sequence::Sequence;
+use crate::experience::Image;
 use crate::ops::attention::PAGE;
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,6 +28,22 @@ pub struct Prefixes {
     heads: Vec<Head>,
     /// The number of groups that have yet to read each page.
     fresh: Vec<usize>,
+}
+
+/// The tokens of prompts. Instead of the tokens of an image they have a number of its own, above all tokens; images of
+/// equal hash have the same.
+pub fn keys<'a>(prompts: impl IntoIterator<Item = (&'a [u32], &'a [Image])>) -> Vec<Cow<'a, [u32]>> {
+    let mut numbers: HashMap<u64, u32> = HashMap::new();
+    let mut key = |(tokens, images): (&'a [u32], &'a [Image])| {
+        let mut tokens = Cow::Borrowed(tokens);
+        for image in images {
+            let next = u32::MAX - numbers.len() as u32;
+            let number = *numbers.entry(image.hash).or_insert(next);
+            tokens.to_mut()[image.range()].fill(number);
+        }
+        tokens
+    };
+    prompts.into_iter().map(&mut key).collect()
 }
 
 impl Prefixes {
@@ -147,5 +166,22 @@ impl Prefixes {
         if let Head::Ready(blocks) = std::mem::take(&mut self.heads[page]) {
             pools.release(&blocks);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_share_pages_only_up_to_the_first_image_that_differs() {
+        let tokens: Vec<u32> = vec![7; 4 * PAGE];
+        let image = |hash, at| Image { at, tokens: PAGE, hash, ..Image::default() };
+        let images = [vec![image(1, 4)], vec![image(1, 4), image(2, 2 * PAGE)], vec![image(3, 4)], Vec::new()];
+        let keys = keys(images.iter().map(|images| (&tokens[..], &images[..])));
+        assert_eq!(keys[0][4 + PAGE..], tokens[4 + PAGE..], "only the tokens of an image change");
+        let prefixes = Prefixes::new(keys.iter().map(|key| &key[..]));
+        let shared: Vec<usize> = prefixes.chains.iter().map(Vec::len).collect();
+        assert_eq!(shared, [2, 2, 0, 0]);
     }
 }

@@ -14,6 +14,7 @@ use super::outside::SmallFiles;
 use crate::comm::abort;
 use crate::error::{Error, Result};
 use crate::hub::{self, Kind};
+use crate::images::Images;
 use crate::sys::{files, patterns, sandbox, stderr};
 use tokenizers::models::wordlevel::WordLevel;
 
@@ -34,6 +35,8 @@ pub struct Tokenizer {
     bos_id: Option<u32>,
     eos_ids: Vec<u32>,
     chat: Option<ChatTemplate>,
+    /// The images that the model sees, or why they cannot be read.
+    images: Result<Option<Images>>,
 }
 
 impl Tokenizer {
@@ -82,6 +85,7 @@ impl Tokenizer {
         eos_ids.extend(of_model);
         let longest = tokens.keys().map(String::len).max().unwrap_or(0) as f64;
         let chat = ChatTemplate::find(dir, Some(&small.settings), small.special_tokens())?;
+        let images = Images::find(dir);
         let sha256 = hashed(&[&bytes, changes.as_bytes()]);
         let recipe = format!("{eos_ids:?} {} {:?}", json!(small.settings), template_files(dir)?);
         let recipe = hashed(&[sha256.as_bytes(), recipe.as_bytes()]);
@@ -90,7 +94,8 @@ impl Tokenizer {
             * growth::growth_of(inner.get_post_processor());
         let token_bytes = growth::growth_of(inner.get_decoder()) * longest;
         let inner = Arc::new(inner);
-        let tokenizer = Self { inner, growth, token_bytes, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat };
+        let tokenizer =
+            Self { inner, growth, token_bytes, path, vocabulary, sha256, recipe, bos_id, eos_ids, chat, images };
         tokenizer.warn_of_ends(&small.settings);
         Ok(tokenizer)
     }
@@ -173,10 +178,13 @@ impl Tokenizer {
         self.decode(text, false)
     }
 
-    /// Parts of a row as text, special tokens included. Parts with true, which a model learns, are between ⟦ and ⟧.
+    /// Parts of a row as text, special tokens included. The token of images is written once. Parts with true, which a model learns, are between ⟦ and ⟧.
     pub fn marked<'a>(&self, parts: impl IntoIterator<Item = (&'a [u32], bool)>) -> Result<String> {
+        let image = self.images().ok().map(|images| images.token);
         let of = |(tokens, is_learned): (&[u32], bool)| {
-            let text = self.decode(tokens, false)?;
+            let mut tokens = tokens.to_vec();
+            tokens.dedup_by(|token, before| token == before && Some(*token) == image);
+            let text = self.decode(&tokens, false)?;
             Ok(if is_learned { format!("⟦{text}⟧") } else { text })
         };
         parts.into_iter().map(of).collect()
@@ -199,6 +207,7 @@ impl Tokenizer {
             bos_id: None,
             eos_ids: Vec::new(),
             chat: None,
+            images: Ok(None),
         }
     }
 
@@ -232,6 +241,17 @@ impl Tokenizer {
 
     pub fn recipe(&self) -> &str {
         &self.recipe
+    }
+
+    /// The images that the model sees: how they are read, and its tokens for them.
+    ///
+    /// # Errors
+    /// `Data`, if it sees none, or if its processor is not known.
+    pub fn images(&self) -> Result<&Images> {
+        self.images.as_ref().map_err(Clone::clone)?.as_ref().ok_or_else(|| {
+            Error::data("the model reads text only")
+                .hint("use a model with a preprocessor_config.json and an image_token_id in its config.json, or rows without images")
+        })
     }
 
     pub fn chat(&self) -> Result<&ChatTemplate> {

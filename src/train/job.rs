@@ -188,7 +188,7 @@ fn open_rows<J: Job>(
     prepared: &Prepared,
 ) -> Result<RowSource<J::Row>> {
     let source = RowSource::open(&config.data, tokenizer, arch.vocabulary, prepared, config.job.seed)?;
-    source.check_context(arch.context)?;
+    source.check_context(arch.context).and_then(|()| source.check_images())?;
     J::check_rows(config, &source, tokenizer)?;
     Ok(source)
 }

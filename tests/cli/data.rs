@@ -108,7 +108,7 @@ fn prompt_fields_that_do_not_become_part_of_the_prompt_are_named() {
     let unread = |name: &str| format!("the rows have a field {name:?}, which does not become a part of their prompts");
     for (name, value, shown) in [
         ("system", json!("be brief"), [unread("system"), unread("system")]),
-        ("images", json!(["a.png"]), [unread("images"), unread("images")]),
+        ("videos", json!(["a.mp4"]), [unread("videos"), unread("videos")]),
         ("tools", tool, [unread("tools"), "the chat template does not print tools".to_owned()]),
         ("chat_template_kwargs", json!({"mood": "glad"}), [unread("chat_template_kwargs"), String::new()]),
         ("context", json!(""), [String::new(), String::new()]),
@@ -125,6 +125,9 @@ fn prompt_fields_that_do_not_become_part_of_the_prompt_are_named() {
             assert_eq!(ended.stdout.contains("glad"), is_glad, "{}", ended.stdout);
         }
     }
+    fixture.jsonl("more.jsonl", &[json!({"prompt": "1+1="}), json!({"prompt": "2+1=", "images": ["a.png"]})]);
+    let line = ["shard", "more.jsonl", "--tokenizer", "model", "--out", "x", "--force"];
+    fixture.run(&line).refused(65, &["more.jsonl:2: ", "the model reads text only"]);
 }
 
 #[test]

@@ -126,7 +126,7 @@ fn inputs_without_rows_of_text_are_rejected_and_the_error_names_them() {
     fixture.text("none.parquet", "");
     fixture.text("random.arrow", "ARROW1\0\0");
     for (path, words) in [
-        (golden("image.parquet"), &["image.parquet: ", "column \"image.bytes\" has the unsupported type Binary"][..]),
+        (golden("image.parquet"), &["image.parquet:1: ", "the model reads text only"][..]),
         (fixture.path("empty"), &["empty: ", "has no dataset_dict.json"]),
         (fixture.path("foreign"), &["foreign: ", "\"../rows.arrow\" is not the name of a file in this folder"]),
         (fixture.path("lacking"), &["data-00001-of-00002.arrow"]),

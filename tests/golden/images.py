@@ -6,7 +6,7 @@
             processors (Pillow and torchvision) make of it with the settings: the grid, and the bytes of the resized image
             in the order of patches (patch, channel, y, x), as base64 of zlib. `far` is the largest difference of the two.
   patches   the float values of the first patches of one file, as base64 of little-endian float32.
-  Files of no case are refused.
+  Files of no case are refused, and rows.parquet has rows with images.
   sizes     [height, width, unit, least, most, new height, new width], from smart_resize.
 """
 
@@ -86,6 +86,18 @@ def refused():
     Image.fromarray(np.full((4, 4), 300, np.uint16)).save(OUT / "gray-16.png")
 
 
+def parquet():
+    """Rows whose images are in the file, as Dataset.to_parquet writes them."""
+    import datasets
+    bytes_of = lambda name: {"bytes": (OUT / name).read_bytes(), "path": name}
+    rows = {"prompt": ["What is this?", "<image> or <image>?"], "answer": ["a", "b"],
+            "images": [[bytes_of("rgb.png")], [bytes_of("420.jpg"), {"bytes": None, "path": "tiny.png"}]]}
+    images = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    text = datasets.Value("string")
+    features = datasets.Features({"prompt": text, "answer": text, "images": images})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(OUT / "rows.parquet")
+
+
 def png(width, height, depth, kind, rows, interlaced=False):
     """A PNG file of raw rows, for forms that Pillow does not write."""
     chunk = lambda name, data: struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -145,6 +157,7 @@ def main():
             golden["patches"] = {"name": name, "values": text(values[:5].tobytes())}
         print(name, image.size, grid, "far", far)
     refused()
+    parquet()
     rng = np.random.default_rng(0)
     for i in range(400):
         height, width = (int(x) for x in np.exp(rng.uniform(0, 8, 2)).round())

@@ -83,6 +83,7 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         prompt_id: 1_000_000_007 * prompt as u64,
         sample: i as u32 % 3,
         tokens: tokens.into(),
+        images: Arc::default(),
         params: SampleParams {
             temperature: [1.0, 0.0, 0.6, 1.3][i % 4],
             top_k: [0, 7, 0, 30][i / 2 % 4],
@@ -92,7 +93,7 @@ pub fn request(i: usize, new_tokens_max: usize) -> Request {
         },
         new_tokens_min: [0, 9, 3][i % 3],
         new_tokens_max,
-        stop: Arc::new(Stop { tokens: stops[i % 4].clone(), strings: Vec::new() }),
+        stop: Arc::new(Stop { tokens: stops[i % 4].clone(), strings: Vec::new(), ..Stop::default() }),
         edits: Arc::default(),
         top_logprobs: 0,
         keeps_mask: false,
@@ -258,7 +259,7 @@ fn stop_texts_are_found_a_step_late_and_tokens_after_them_are_dropped() {
     let tokenizer = tokenizer(dir.path());
     let letter = |i: u32| char::from_u32(0x4e00 + i).expect("a letter").to_string();
     let strings: Vec<String> = (20..34).map(letter).collect();
-    let stop = Arc::new(Stop { tokens: vec![3], strings });
+    let stop = Arc::new(Stop { tokens: vec![3], strings, ..Stop::default() });
     let requests: Vec<Request> =
         (0..9).map(|i| Request { stop: stop.clone(), params: SampleParams::plain(1.0), ..request(i, 25) }).collect();
     let [outcome, _] = both(&tiny.config(9, 100, true), &tiny, &requests, Some(&tokenizer));

@@ -50,6 +50,7 @@ fn sample(id: u64, n: usize) -> Experience {
             text: format!("prompt {id}"),
             label: "4".into(),
             source: "data/questions".into(),
+            images: Vec::new(),
         },
         greedy: None,
         response: Response {

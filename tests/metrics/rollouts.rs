@@ -1,9 +1,12 @@
 use std::fs;
+use std::path::Path;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use rlhf_hpc::error::Kind;
-use rlhf_hpc::experience::{Episode, Experience, Finish, Greedy, SamplingMask};
+use rlhf_hpc::experience::{Episode, Experience, Finish, Greedy, Image, SamplingMask};
 use rlhf_hpc::metrics::recorded;
 use rlhf_hpc::metrics::rollouts::{self, TOKEN_TEXT_BYTES, group_name, step_bytes_max, step_path, write};
 use rlhf_hpc::metrics::step_file::StepFile;
@@ -47,6 +50,27 @@ fn a_recorded_step_reads_back_as_samples() {
     assert!(step.tokens(3).is_err());
     let missing = StepFile::open(&step_path(dir.path(), 3), 3).unwrap_err();
     assert!(missing.kind == Kind::Io && missing.message.contains("step-3.h5"), "{missing}");
+}
+
+#[test]
+fn images_of_prompts_are_recorded_small() {
+    let dir = tempfile::tempdir().unwrap();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/images");
+    let image = |name: &str, hash| {
+        let file = fs::read(golden.join(name)).unwrap();
+        Image { tokens: 1, hash, file: file.into(), ..Image::default() }
+    };
+    let mut all = batch();
+    all[0].prompt.images = vec![image("large.png", 1), image("420.jpg", 2)];
+    all[2].prompt.images = vec![image("large.png", 1)];
+    write(dir.path(), 1, &all, (0, ""), 0).unwrap();
+    let samples = StepFile::open(&step_path(dir.path(), 1), 1).unwrap().samples().unwrap();
+    let counts: Vec<usize> = samples.iter().map(|sample| sample.images.len()).collect();
+    assert_eq!(counts, [2, 0, 1]);
+    assert_eq!(samples[0].images[0], samples[2].images[0]);
+    let small = samples[0].images[0].strip_prefix("data:image/jpeg;base64,").unwrap();
+    let small = image::load_from_memory(&STANDARD.decode(small).unwrap()).unwrap();
+    assert_eq!((small.width(), small.height()), (100, 160), "126 x 201 pixels, smaller");
 }
 
 #[test]

@@ -46,7 +46,7 @@ struct Best {
 #[test]
 fn beams_and_their_scores_equal_transformers_for_every_family_mode_and_penalty() {
     let golden: Golden = serde_json::from_str(include_str!("../golden/beams.json")).expect("the golden");
-    let stop = Arc::new(Stop { tokens: golden.ends.clone(), strings: Vec::new() });
+    let stop = Arc::new(Stop { tokens: golden.ends.clone(), strings: Vec::new(), ..Stop::default() });
     for name in LANGUAGE_MODELS {
         let Model { transformer, weights, .. } = Model::load(name, Head::LanguageModel, DType::F32);
         let model = rollout::Model { transformer: &transformer, weights: &weights, tokenizer: None };
@@ -67,6 +67,7 @@ fn beams_and_their_scores_equal_transformers_for_every_family_mode_and_penalty()
                 prompt_id: 0,
                 sample,
                 tokens: search.prompt.as_slice().into(),
+                images: Arc::default(),
                 params: SampleParams { repetition_penalty: *repetition_penalty, ..SampleParams::greedy() },
                 new_tokens_min: 0,
                 new_tokens_max: golden.new_tokens,

@@ -5,7 +5,7 @@ use crate::rollout::models::{STEP, complete, config, llama, run, search};
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::experience::Response;
 use rlhf_hpc::rng::{Purpose, Rng};
-use rlhf_hpc::rollout::{Beams, EarlyStopping, Edits, Request};
+use rlhf_hpc::rollout::{Beams, EarlyStopping, Edits, Request, Stop};
 use std::sync::Arc;
 
 fn edited(request: &Request, bias: Vec<(u32, f32)>, bad_words: Vec<Vec<u32>>) -> Request {
@@ -51,6 +51,25 @@ fn bad_words_do_not_occur_and_biases_make_tokens_certain_or_impossible() {
         let more = 2.0 * got.tokens.iter().filter(|token| **token == 12).count() as f32;
         let sum = got.logprobs.iter().sum::<f32>() + more;
         assert!((got.score.expect("a score") - sum / got.tokens.len() as f32).abs() < 1e-4, "{got:?}");
+    }
+}
+
+#[test]
+fn tokens_that_mean_images_are_never_sampled_and_not_in_the_kept_set() {
+    let (tiny, prompts) = (llama(), prompts(&[8, 33]));
+    let config = RolloutConfig { ignore_eos: true, keep_sampling_mask: true, ..config(30, 2) };
+    let requests = requested(&tiny.transformer, &prompts, &config);
+    let free = complete(&tiny, &config, &requests);
+    for (request, free) in requests.iter().zip(&free) {
+        let mut never_sampled = vec![free.tokens[0], free.tokens[7]];
+        never_sampled.sort_unstable();
+        let stop = Stop { never_sampled: never_sampled.clone(), ..Stop::clone(&request.stop) };
+        let request = Request { stop: Arc::new(stop), ..request.clone() };
+        let got = complete(&tiny, &config, std::slice::from_ref(&request)).remove(0);
+        assert!(request.edits_logits() && got.tokens.iter().all(|token| !never_sampled.contains(token)), "{got:?}");
+        for mask in &got.sampling_masks {
+            assert!(!mask.is_whole() && mask.ids().all(|id| !never_sampled.contains(&id)), "{got:?}");
+        }
     }
 }
 

@@ -45,6 +45,10 @@ pub struct Args {
     #[argh(option)]
     pub prompt: Option<String>,
 
+    /// a JPEG or PNG file that --prompt is about; may be repeated
+    #[argh(option)]
+    pub image: Vec<String>,
+
     /// text prompts are a user's message in the chat template (default: as in the job that exported the model)
     #[argh(switch)]
     pub chat_template: bool,

@@ -13,6 +13,7 @@ use crate::rng::{Purpose, Rng};
 use crate::rollout::{self, Edits, Request, Stop};
 use crate::text::{Tokenizer, kind_of};
 use serde_json::{Map, Value};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Fields of a result; they replace fields of the row with the same names.
@@ -70,6 +71,7 @@ impl<'a> Asker<'a> {
     pub fn new(args: &'a Args, config: &RolloutConfig, dirs: &ModelDirs) -> Result<Self> {
         let arch = dirs.arch()?;
         let texts = Texts::open(&dirs.tokenizer, &arch, &args.template())?;
+        let texts = texts.of_rows(args.input.as_deref().unwrap_or(Path::new("-")));
         let tokenizer = texts.tokenizer.as_ref();
         let edits = Arc::new(edits(args, tokenizer, arch.vocabulary)?);
         let stop = Arc::new(Stop::of_model(config, &arch.eos_tokens, tokenizer));
@@ -78,7 +80,7 @@ impl<'a> Asker<'a> {
 
     /// The requests for row `id`. The ids count rows from 0; they are keys of the random numbers.
     pub fn row(&self, id: u64, row: &Row) -> Result<Asked> {
-        let tokens = self.texts.prompt(row)?;
+        let (tokens, images) = self.texts.prompt(row)?;
         rows::check(&tokens, &self.arch)?;
         let context = self.arch.context;
         if tokens.len() == context {
@@ -86,12 +88,15 @@ impl<'a> Asker<'a> {
                 .hint("shorten it by at least 1 token, so that a new token fits"));
         }
         let Settings { config, stop, edits, rng } = self.settings(row)?;
-        let prompt = Prompt { id, tokens, source: self.args.input_name(), ..Prompt::default() };
+        let prompt = Prompt { id, tokens, images, source: self.args.input_name(), ..Prompt::default() };
         let mut requests = rollout::requests(std::slice::from_ref(&prompt), &config, &stop, context)?;
         for request in &mut requests {
             request.edits = edits.clone();
             request.rng = rng;
             request.top_logprobs = self.args.top_logprobs;
+            if let (false, Some(tokenizer)) = (request.images.is_empty(), &self.texts.tokenizer) {
+                request.stop = Arc::new(Stop::clone(&request.stop).with_images(tokenizer));
+            }
         }
         let response = config.response_tokens_max.min(RESPONSE_TOKENS);
         let size = prompt.tokens.len() + config.samples_per_prompt.max(self.args.beams) * response;

@@ -98,6 +98,7 @@ fn show(
     }
     *out += "</header>";
     prompt(out, &first.prompt);
+    images(out, &first.images);
     *out += "<div class=\"responses\">";
     for (sample, tokens) in group.iter().zip(tokens) {
         out.push_str("<div class=\"response\"><div class=\"about\">");
@@ -161,6 +162,18 @@ fn prompt(out: &mut String, text: &str) {
     let from = text.char_indices().nth(chars.saturating_sub(PROMPT_CHARS)).map_or(0, |(at, _)| at);
     let before = if from > 0 { format!("<i>{} earlier characters</i> ", chars - PROMPT_CHARS) } else { String::new() };
     put!(out, "<div class=\"text prompt\">{before}<bdi>{}</bdi></div>", escape(&text[from..]));
+}
+
+/// The images of a prompt: the small ones that a recorded step has.
+fn images(out: &mut String, urls: &[String]) {
+    if urls.is_empty() {
+        return;
+    }
+    *out += "<div class=\"images\">";
+    for (i, url) in urls.iter().enumerate().filter(|(_, url)| url.starts_with("data:image/jpeg;base64,")) {
+        put!(out, "<img src=\"{}\" alt=\"image {}\">", escape(url), i + 1);
+    }
+    *out += "</div>";
 }
 
 /// The beginning of a response.

@@ -276,7 +276,7 @@ fn token(vocabulary: usize, i: usize, at: usize) -> u32 {
 fn rows(vocabulary: usize) -> Vec<SftRow> {
     let row = |(i, len): (usize, &usize)| {
         let tokens: Vec<u32> = (0..*len).map(|at| token(vocabulary, i, at)).collect();
-        SftRow { id: i as u64, mask: vec![1; tokens.len()], tokens }
+        SftRow { id: i as u64, mask: vec![1; tokens.len()], tokens, ..SftRow::default() }
     };
     LENGTHS.iter().enumerate().map(row).collect()
 }

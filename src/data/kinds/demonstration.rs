@@ -6,10 +6,12 @@ use super::spec::{Row, RowSpec};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
-use crate::data::rows::{Place, Reading, rewrites};
+use crate::data::images::{self, Sequences};
+use crate::data::rows::{Place, Reading};
 use crate::data::shape::{self, Fields, Turns, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::text::Tokenizer;
 
 /// Prompt and demonstration in one row.
@@ -20,6 +22,8 @@ pub struct SftRow {
     pub tokens: Vec<u32>,
     /// 1 for tokens of a response, which are learned, 0 for tokens of a prompt. As long as `tokens`.
     pub mask: Vec<u8>,
+    /// The images among its tokens, in order.
+    pub images: Vec<Image>,
 }
 
 pub struct Demonstrations;
@@ -34,7 +38,7 @@ impl RowSpec for Demonstrations {
     }
 
     /// Prompt and response, alternating for several turns. If a row has a response of its own, only that is learned.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         let config = reading.config;
         let missing = |key: &str| shape::missing(row, config, self.fields(), key);
         let [prompt, response] = shape::prompt_and_response(row, config)?;
@@ -60,11 +64,12 @@ impl RowSpec for Demonstrations {
                     ))
                     .hint("remove one of them, or set data.response_key to a field that the rows do not have"));
                 }
-                let learned = |i: usize| i >= first && is_assistant(&messages[i]) && !is_left_out(&messages[i]);
-                reading.turns(row, &messages, learned)?.ok_or_else(rewrites)
+                let learned = |i: usize, message: &Value| i >= first && is_assistant(message) && !is_left_out(message);
+                reading.conversation(row, messages, learned)
             }
             Turns::Plain { answer: response, .. } => {
-                Ok(vec![reading.tokens(prompt, Place::Prompt)?, reading.tokens(response, Place::Answer)?])
+                let tokens = vec![reading.tokens(prompt, Place::Prompt)?, reading.tokens(response, Place::Answer)?];
+                Ok(Sequences { tokens, images: images::of_columns(row)? })
             }
         }
     }
@@ -115,7 +120,7 @@ impl Row for SftRow {
         let Some(document) = document else {
             let prompt = (entry.end - entry.start) as usize;
             let mask = (0..entry.tokens()).map(|i| u8::from(i >= prompt)).collect();
-            return Ok(SftRow { id: 0, tokens: vec![0; entry.tokens()], mask });
+            return Ok(SftRow { tokens: vec![0; entry.tokens()], mask, ..SftRow::default() });
         };
         let sequences = document.sequences()?;
         let mut tokens = sequences[0][entry.start as usize..entry.end as usize].to_vec();
@@ -127,6 +132,6 @@ impl Row for SftRow {
         }
         tokens.truncate(entry.tokens());
         mask.truncate(entry.tokens());
-        Ok(SftRow { id: document.id(), tokens, mask })
+        Ok(SftRow { id: document.id(), tokens, mask, images: entry.images(document)? })
     }
 }

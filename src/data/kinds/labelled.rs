@@ -7,10 +7,12 @@ use super::spec::{Row, RowSpec, needed_label};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
+use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{self, Content, Field, Fields, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::text::Tokenizer;
 
 /// A response to a prompt, labeled good or bad.
@@ -21,6 +23,8 @@ pub struct LabelledRow {
     pub tokens: Vec<u32>,
     pub prompt_tokens: usize,
     pub is_desirable: bool,
+    /// The images among its tokens, in order.
+    pub images: Vec<Image>,
 }
 
 pub struct LabelledResponses;
@@ -31,7 +35,7 @@ impl RowSpec for LabelledResponses {
     }
 
     /// Prompt and response. If a row has no response, its messages end with it.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         let config = reading.config;
         let missing = |key: &str| shape::missing(row, config, self.fields(), key);
         let [prompt, response] = shape::prompt_and_response(row, config)?;
@@ -45,7 +49,7 @@ impl RowSpec for LabelledResponses {
         if side.prompt.is_empty() {
             return Err(missing(&config.prompt_key));
         }
-        Ok(vec![side.prompt, side.answer])
+        Ok(Sequences { tokens: vec![side.prompt, side.answer], images: side.images })
     }
 
     fn label(&self, row: &Map<String, Value>, config: &DataConfig) -> Result<String> {
@@ -80,7 +84,7 @@ impl Row for LabelledRow {
     }
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {
-        let SftRow { id, tokens, .. } = SftRow::read(entry, document, tokenizer)?;
+        let SftRow { id, tokens, images, .. } = SftRow::read(entry, document, tokenizer)?;
         let label = document.map_or_else(|| Ok("true".to_owned()), Document::label)?;
         let is_desirable = match label.as_str() {
             "true" | "1" => true,
@@ -90,6 +94,6 @@ impl Row for LabelledRow {
                     .hint("shard the rows with --labelled and --label-key"));
             }
         };
-        Ok(Self { id, tokens, prompt_tokens: (entry.end - entry.start) as usize, is_desirable })
+        Ok(Self { id, tokens, prompt_tokens: (entry.end - entry.start) as usize, is_desirable, images })
     }
 }

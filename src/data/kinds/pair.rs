@@ -7,10 +7,12 @@ use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
 use crate::data::fields::{field, named};
+use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{self, Content, Fields};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::text::Tokenizer;
 
 /// Two responses to a prompt, one of which was preferred. Both hold the prompt.
@@ -23,6 +25,8 @@ pub struct PairRow {
     pub rejected: Vec<u32>,
     /// The margin by which the chosen response is better; 0 if the data has none.
     pub margin: f32,
+    /// The images among the tokens of the prompt, in order.
+    pub images: Vec<Image>,
     /// The margin as written in the data.
     label: String,
 }
@@ -40,7 +44,7 @@ impl RowSpec for Pairs {
 
     /// Prompt, chosen and rejected. If a row has no prompt, both sides contain it: the prompt is their common
     /// beginning, which is the messages before the last answer, or tokens.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         let config = reading.config;
         let (prompt, sides) = shape::prompt_and_sides(row, config)?;
         let Some(sides) = &sides else {
@@ -51,7 +55,12 @@ impl RowSpec for Pairs {
         let are_chats = sides.iter().all(|side| matches!(side.content, Content::Messages(_)));
         let is_whole = prompt.is_none() && !are_chats;
         let side = |i: usize| reading.side(row, prompt.as_ref(), &sides[i]);
-        let [one, other] = [side(0)?, side(1)?];
+        let [mut one, other] = [side(0)?, side(1)?];
+        if one.images != other.images {
+            return Err(Error::data(format!("fields {key:?} and {other_key:?} have different images"))
+                .hint("put images into the prompt, which both sides have"));
+        }
+        let images = std::mem::take(&mut one.images);
         let (chosen, rejected) = (&one.answer, &other.answer);
         let sequences = if is_whole {
             let is_text = matches!(sides[0].content, Content::Text(_));
@@ -78,7 +87,7 @@ impl RowSpec for Pairs {
         if sequences[1] == sequences[2] {
             return Err(Error::data(format!("fields {key:?} and {other_key:?} must differ (got equal responses)")));
         }
-        Ok(sequences.to_vec())
+        Ok(Sequences { tokens: sequences.to_vec(), images })
     }
 
     /// The margin by which the chosen response is better.
@@ -169,6 +178,6 @@ impl Row for PairRow {
         let label = document.label()?;
         let margin = label.parse().unwrap_or(0.0);
         let [chosen, rejected] = [side(1, chosen), side(2, rejected)];
-        Ok(Self { id: document.id(), prompt_tokens, chosen, rejected, margin, label })
+        Ok(Self { id: document.id(), prompt_tokens, chosen, rejected, margin, images: entry.images(document)?, label })
     }
 }

@@ -5,11 +5,12 @@ use serde_json::{Map, Value};
 use super::spec::{Row, RowSpec};
 use crate::config::method::RowKind;
 use crate::data::cut::{Entry, PIECE_SHIFT};
+use crate::data::images::{self, Sequences};
 use crate::data::rows::{Place, Reading, template_variables};
 use crate::data::shape::{self, Fields, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
-use crate::experience::Prompt;
+use crate::experience::{Image, Prompt};
 use crate::text::Tokenizer;
 
 pub struct Prompts;
@@ -32,19 +33,20 @@ impl RowSpec for Prompts {
     }
 
     /// The prompt. Answers at the end of its messages are left out, because the model writes the answer itself.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         encode_prompt(row, reading, true)
     }
 }
 
 /// Encodes the prompt alone. `is_open`: an answer follows it.
-pub fn encode_prompt(row: &Map<String, Value>, reading: Reading, is_open: bool) -> Result<Vec<Vec<u32>>> {
+pub fn encode_prompt(row: &Map<String, Value>, reading: Reading, is_open: bool) -> Result<Sequences> {
     let Reading { config, tokenizer, .. } = reading;
     let Some(prompt) = shape::prompt(row, config, None)? else {
         return Err(shape::missing(row, config, Fields::Prompt, &config.prompt_key));
     };
     let Some(mut messages) = prompt.content.messages("user", config.chat_template) else {
-        return Ok(vec![reading.tokens(&prompt, Place::Prompt)?]);
+        let tokens = vec![reading.tokens(&prompt, Place::Prompt)?];
+        return Ok(Sequences { tokens, images: images::of_columns(row)? });
     };
     while is_open && messages.last().is_some_and(is_assistant) {
         messages.pop();
@@ -52,8 +54,9 @@ pub fn encode_prompt(row: &Map<String, Value>, reading: Reading, is_open: bool) 
     if messages.is_empty() {
         return Err(Error::data("the messages must have one before the assistant's answer"));
     }
+    let images = images::lift(&mut messages, row, tokenizer)?;
     let more = template_variables(row, &config.chat_template_args)?;
-    Ok(vec![tokenizer.encode_chat(&Value::Array(messages), &more, is_open)?])
+    Ok(Sequences { tokens: vec![tokenizer.encode_chat(&Value::Array(messages), &more, is_open)?], images })
 }
 
 impl Row for Prompt {
@@ -79,11 +82,13 @@ impl Row for Prompt {
             return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
         };
         let tokens = document.prompt()?[entry.start as usize..entry.end as usize].to_vec();
+        let images = entry.images(document)?;
         Ok(Prompt {
             id: document.id() + (u64::from(entry.piece) << PIECE_SHIFT),
-            text: tokenizer.decode_prompt(&tokens)?,
+            text: tokenizer.decode_prompt(&Image::collapsed(&tokens, &images))?,
             label: document.label()?,
             source: document.source.name.clone(),
+            images,
             tokens,
         })
     }

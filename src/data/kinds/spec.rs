@@ -6,6 +6,7 @@ use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
 use crate::data::fields::named;
+use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{Fields, Unread};
 use crate::data::source::Document;
@@ -46,7 +47,7 @@ pub trait RowSpec: Sync {
     ///
     /// # Errors
     /// `Data`, if the row lacks a field, or has one that cannot be read.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>>;
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences>;
 
     /// The label of the row as text. Empty without one.
     ///

@@ -8,10 +8,12 @@ use super::spec::{Row, RowSpec, needed_label};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
+use crate::data::images::Sequences;
 use crate::data::rows::{Reading, empty};
 use crate::data::shape::{Fields, Unread};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::text::{Tokenizer, kind_of};
 
 /// A text, and the labels of its steps.
@@ -23,6 +25,8 @@ pub struct StepRow {
     /// The labels of all steps, including steps whose tokens were cut off.
     pub labels: Vec<StepLabel>,
     pub is_cut: bool,
+    /// The images among its tokens, in order.
+    pub images: Vec<Image>,
     /// The labels as written in the data.
     label: String,
 }
@@ -51,7 +55,7 @@ impl RowSpec for StepTexts {
     }
 
     /// The text: a prompt that no answer follows.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         encode_prompt(row, reading, false)
     }
 
@@ -108,6 +112,6 @@ impl Row for StepRow {
             Error::data(format!("the label must be a list of strings or numbers (got {label:?})"))
                 .hint("shard the rows with --steps and --label-key")
         })?;
-        Ok(Self { id: document.id(), tokens, labels, is_cut: entry.cut > 0, label })
+        Ok(Self { id: document.id(), tokens, labels, is_cut: entry.cut > 0, images: entry.images(document)?, label })
     }
 }

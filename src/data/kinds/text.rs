@@ -5,6 +5,7 @@ use serde_json::{Map, Value};
 
 use super::spec::RowSpec;
 use crate::data::fields::{required, token_ids};
+use crate::data::images::{self, Sequences};
 use crate::data::rows::{Place, Reading};
 use crate::data::shape::{self, Content, Field, Fields};
 use crate::error::{Error, Result};
@@ -26,7 +27,7 @@ impl RowSpec for Texts {
     }
 
     /// The tokens of a text, or token ids.
-    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Vec<Vec<u32>>> {
+    fn encode(&self, row: &Map<String, Value>, reading: Reading) -> Result<Sequences> {
         let (config, key) = (reading.config, &reading.config.prompt_key);
         let text = required(row, key).map_err(|_| shape::missing(row, config, self.fields(), key))?;
         let content = match text {
@@ -34,6 +35,7 @@ impl RowSpec for Texts {
             Value::String(text) => Content::Text(text.clone()),
             other => return Err(Error::data(format!("field {key:?} must be a string (got {})", kind_of(other)))),
         };
-        Ok(vec![reading.tokens(&Field { key, content }, Place::Whole)?])
+        let tokens = vec![reading.tokens(&Field { key, content }, Place::Whole)?];
+        Ok(Sequences { tokens, images: images::of_columns(row)? })
     }
 }

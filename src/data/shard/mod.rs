@@ -3,9 +3,12 @@
 //! `PREFIX.bin` holds the tokens, nothing else. `PREFIX.idx` (little-endian): 9 bytes `MMIDIDX\0\0`, u64 version 1, u8
 //! dtype code, u64 sequences, u64 document entries; then i32 length of each sequence, i64 byte offset of each in
 //! `.bin`, i64 document boundaries (first 0, last = sequences). `PREFIX.json` is the sidecar. `PREFIX.meta.jsonl` has
-//! one line per document, and `PREFIX.meta.idx` the u64 byte offsets of these lines (documents + 1).
+//! one line per document, and `PREFIX.meta.idx` the u64 byte offsets of these lines (documents + 1). Rows with images
+//! add `PREFIX.images.bin` and `PREFIX.images.idx`.
 
 mod format;
+mod image_files;
+mod partial;
 mod reader;
 mod sidecar;
 mod writer;

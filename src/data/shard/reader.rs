@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 
 use super::file_of;
 use super::format::Index;
+use super::image_files::{BIN, IDX, ImageFiles};
 use super::sidecar::{FileHash, Meta, Sidecar, VERSION};
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::sys::map::Map;
 
 /// An open shard. Opening costs the same for any number of tokens. Each document is checked when it is read.
@@ -16,6 +18,7 @@ pub struct Shard {
     index: Index,
     bin: Map,
     meta: Option<(Map, Map)>,
+    images: Option<ImageFiles>,
     sidecar: Sidecar,
 }
 
@@ -46,7 +49,8 @@ impl Shard {
             sidecar
         };
         let meta = open_meta(&prefix, &sidecar)?;
-        let shard = Self { prefix, index, bin, meta, sidecar };
+        let images = sidecar.files.contains_key(IDX).then(|| ImageFiles::open(&prefix)).transpose()?;
+        let shard = Self { prefix, index, bin, meta, images, sidecar };
         shard.check(vocabulary)?;
         Ok(shard)
     }
@@ -98,6 +102,42 @@ impl Shard {
             &sha256[..sha256.len().min(12)]
         ))
         .hint("shard the rows again with the model's own tokenizer"))
+    }
+
+    pub fn has_images(&self) -> bool {
+        self.images.is_some()
+    }
+
+    /// Rejects a shard whose images were given tokens by another processor than the one with this recipe.
+    pub fn check_images(&self, recipe: &str) -> Result<()> {
+        if self.sidecar.image_recipe == recipe {
+            return Ok(());
+        }
+        let prefix = self.prefix.display();
+        Err(Error::data(format!("{prefix} was made with another image processor than the model's"))
+            .hint("shard the rows again with the model's own directory"))
+    }
+
+    /// The images of document `i`, in order, without their files.
+    pub fn image_places(&self, i: usize) -> Result<Vec<Image>> {
+        self.images_of(i, |_| Vec::new())
+    }
+
+    /// The images of document `i`, in order.
+    pub fn images(&self, i: usize) -> Result<Vec<Image>> {
+        self.images_of(i, <[u8]>::to_vec)
+    }
+
+    fn images_of(&self, i: usize, file: impl Fn(&[u8]) -> Vec<u8>) -> Result<Vec<Image>> {
+        let Some(images) = &self.images else { return Ok(Vec::new()) };
+        let image = |place: [u64; 2]| {
+            let (image, bytes) = images.get(place).ok_or_else(|| {
+                Error::data(format!("{}: document {i} has an image that the shard lacks", self.prefix.display()))
+                    .hint("write the shard again: its files do not belong together")
+            })?;
+            Ok(Image { file: file(bytes).into(), ..image })
+        };
+        self.meta(i)?.images.into_iter().map(image).collect()
     }
 
     /// Reads every byte and compares the hashes with the sidecar, and every document with the index.
@@ -182,7 +222,9 @@ impl Shard {
 /// The paths of the files of a shard, by suffix. Not all shards have the `.meta` files.
 pub fn files(prefix: &Path) -> impl Iterator<Item = (&'static str, PathBuf)> {
     let prefix = strip(prefix);
-    [".bin", ".idx", ".meta.jsonl", ".meta.idx"].into_iter().map(move |suffix| (suffix, file_of(&prefix, suffix)))
+    [".bin", ".idx", ".meta.jsonl", ".meta.idx", BIN, IDX]
+        .into_iter()
+        .map(move |suffix| (suffix, file_of(&prefix, suffix)))
 }
 
 /// Compares a shard with its sidecar, if it has one. `found` holds the hashes of its files, by path. `Shard::open`

@@ -41,6 +41,9 @@ pub struct Sidecar {
     /// SHA-256 of `tokenizer.json`. Empty for a shard from elsewhere.
     #[serde(default)]
     pub tokenizer_sha256: String,
+    /// The hash of the image processor's settings and tokens. Empty without images.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub image_recipe: String,
     /// Vocabulary that the tokens were checked against; 0 for a shard from elsewhere.
     #[serde(default)]
     pub vocabulary: u64,
@@ -48,7 +51,8 @@ pub struct Sidecar {
     pub documents: u64,
     pub sequences: u64,
     pub tokens: u64,
-    /// The files by suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`.
+    /// The files by suffix: `.bin`, `.idx`, `.meta.jsonl`, `.meta.idx`, and with images `.images.bin`,
+    /// `.images.idx`.
     pub files: BTreeMap<String, FileHash>,
     #[serde(default)]
     pub splits: Vec<SplitRange>,
@@ -117,6 +121,10 @@ pub struct Meta {
     /// File and line that the document came from.
     #[serde(default)]
     pub source: String,
+    /// The images of the document: the number of each in `PREFIX.images.idx`, and the index of its first token over all
+    /// sequences.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub images: Vec<[u64; 2]>,
     /// Further fields to keep, such as a curriculum's.
     #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
     pub fields: serde_json::Map<String, Value>,

@@ -1,16 +1,18 @@
 //! Writing a shard. All files get their names at the end, the `.idx` last. If the process is killed, the old shard or
 //! none is left.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::file_of;
 use super::format::{MAGIC, VERSION, Width};
+use super::image_files::{BIN, IDX, ImageWriter};
+use super::partial::PartialFile;
 use super::sidecar::{FileHash, Meta, Sidecar, SplitRange};
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::sys::files;
-use tempfile::TempPath;
 
 /// The maximum number of splits of a shard. Each keeps two files open while it is written.
 const SPLITS_MAX: usize = 128;
@@ -23,6 +25,7 @@ pub struct ShardWriter {
     width: Width,
     splits: Vec<Spool>,
     token_max: u32,
+    images: Option<ImageWriter>,
 }
 
 /// The documents of one split, on disk next to the final shard.
@@ -48,6 +51,7 @@ impl ShardWriter {
             width: Width::for_vocabulary(vocabulary),
             splits: Vec::new(),
             token_max: 0,
+            images: None,
         })
     }
 
@@ -82,6 +86,15 @@ impl ShardWriter {
         spool.meta.write(&line)?;
         spool.meta_bytes.push(line.len() as u64);
         Ok(())
+    }
+
+    /// Stores the images of the next document, and returns `Meta::images`. Equal files are stored once.
+    pub fn add_images(&mut self, images: &[Image]) -> Result<Vec<[u64; 2]>> {
+        if self.images.is_none() && !images.is_empty() {
+            self.images = Some(ImageWriter::create(&self.prefix)?);
+        }
+        let Some(writer) = &mut self.images else { return Ok(Vec::new()) };
+        images.iter().map(|image| Ok([writer.add(image)?, image.at as u64])).collect()
     }
 
     fn spool(&mut self, split: Option<&str>) -> Result<usize> {
@@ -124,7 +137,7 @@ impl ShardWriter {
         }
         self.splits.sort_by(|a, b| a.name.cmp(&b.name));
         let mut partial = Vec::new();
-        for suffix in [".bin", ".meta.jsonl", ".meta.idx", ".idx"] {
+        for suffix in [".bin", ".meta.jsonl", ".meta.idx"] {
             partial.push((suffix, PartialFile::create(&self.prefix, suffix)?));
         }
         for spool in &mut self.splits {
@@ -132,7 +145,11 @@ impl ShardWriter {
             partial[1].1.append(&mut spool.meta)?;
         }
         partial[2].1.write(&self.meta_index())?;
-        partial[3].1.write(&self.index())?;
+        let images = self.images.take().map(ImageWriter::files);
+        partial.extend(images.into_iter().flat_map(|[bin, idx]| [(BIN, bin), (IDX, idx)]));
+        let mut index = PartialFile::create(&self.prefix, ".idx")?;
+        index.write(&self.index())?;
+        partial.push((".idx", index));
         let mut facts = std::collections::BTreeMap::new();
         for (suffix, file) in &mut partial {
             file.finish()?;
@@ -140,7 +157,7 @@ impl ShardWriter {
         }
         let sidecar = self.sidecar(known, facts);
         // A shard exists only with its `.idx`, so that file is removed first and renamed last.
-        for suffix in [".idx", ".json"] {
+        for suffix in [".idx", ".json", BIN, IDX] {
             let path = file_of(&self.prefix, suffix);
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(Error::io("replace", &path, &e)),
@@ -174,6 +191,7 @@ impl ShardWriter {
             version: super::sidecar::VERSION,
             vocabulary: self.vocabulary as u64,
             token_max: self.token_max,
+            image_recipe: if files.contains_key(IDX) { known.image_recipe.clone() } else { String::new() },
             documents: first,
             sequences: lengths().count() as u64,
             tokens: lengths().map(|n| *n as u64).sum(),
@@ -214,40 +232,5 @@ impl ShardWriter {
             out.extend_from_slice(&offset.to_le_bytes());
         }
         out
-    }
-}
-
-/// A file next to its final name, removed unless it is renamed.
-#[derive(Debug)]
-struct PartialFile {
-    path: TempPath,
-    file: BufWriter<File>,
-}
-
-impl PartialFile {
-    fn create(prefix: &Path, suffix: &str) -> Result<Self> {
-        let path = &files::partial(&file_of(prefix, suffix));
-        let file = File::create(path).and_then(|file| Ok((TempPath::try_from_path(path)?, file)));
-        let (path, file) = file.map_err(|e| Error::io("write", path, &e))?;
-        Ok(Self { path, file: BufWriter::with_capacity(1 << 20, file) })
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, &e))
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        let written = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
-        written.map_err(|e| Error::io("write", &self.path, &e))
-    }
-
-    fn append(&mut self, other: &mut Self) -> Result<()> {
-        other.file.flush().map_err(|e| Error::io("write", &other.path, &e))?;
-        let mut from = File::open(&other.path).map_err(|e| Error::io("read", &other.path, &e))?;
-        io::copy(&mut from, &mut self.file).map(drop).map_err(|e| Error::io("write", &self.path, &e))
-    }
-
-    fn rename(self, to: &Path) -> Result<()> {
-        self.path.persist(to).map_err(|e| Error::io("write", to, &e.error))
     }
 }

@@ -148,7 +148,8 @@ impl Collector {
             Ok((environment(run, &context)?, Reward::new(&config.reward, &config.base, &context)?))
         });
         let (environment, reward) = run.ranks.all.agree(rewards)?;
-        let stop = Arc::new(Stop::of_model(&config.rollout, &arch.eos_tokens, Some(&tokenizer)));
+        let stop = Stop::of_model(&config.rollout, &arch.eos_tokens, Some(&tokenizer));
+        let stop = Arc::new(if source.have_images() { stop.with_images(&tokenizer) } else { stop });
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
         Ok(Self {

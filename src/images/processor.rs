@@ -240,11 +240,6 @@ impl Processor {
         hasher.write(&image.rgb);
         hasher.finish()
     }
-
-    /// The settings as text, in names of prepared shards.
-    pub fn recipe(&self) -> String {
-        format!("{self:?}")
-    }
 }
 
 fn of_channels(value: &Value) -> Option<[f64; 3]> {
