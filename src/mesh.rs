@@ -45,7 +45,8 @@ impl Mesh {
             return Ok(());
         }
         // The hint changes the innermost axis that makes the product fit. Data ranks cost the least to change.
-        let axes = [("tensor", self.tensor), ("sequence", self.sequence), ("data", self.data)];
+        let axes =
+            [("tensor", self.tensor), ("sequence", self.sequence), ("pipeline", self.pipeline), ("data", self.data)];
         let fitting = |&(key, size): &(&'static str, usize)| {
             let rest = self.ranks() / size.max(1);
             let fits = (size > 1 || key == "data") && rest > 0 && world.is_multiple_of(rest);

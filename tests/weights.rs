@@ -51,7 +51,16 @@ pub fn layouts(world: &World) -> Vec<(Mesh, usize)> {
         all.extend([(mesh(2, 1), 2), (mesh(1, 2), 1), (mesh(1, 2), 3)]);
     }
     all.extend([1, 3].map(|stage| (Mesh { expert: n, ..mesh(1, 1) }, stage)));
+    let stages = |pipeline: usize, sequence, tensor| {
+        let data = n / pipeline / sequence / tensor;
+        Mesh { data, pipeline, sequence, tensor, expert: 1 }
+    };
+    if n >= 2 {
+        all.push((stages(2, 1, 1), 1));
+    }
     if n >= 4 {
+        all.extend([(stages(2, 1, 1), 3), (stages(2, 2, 1), 2), (stages(2, 1, 2), 0)]);
+        all.push((Mesh { expert: 2, ..stages(2, 1, 1) }, 1));
         all.extend([(mesh(2, 2), 3), (mesh(n / 2, 1), 3)]);
         all.extend([(Mesh { expert: 2, ..mesh(1, 1) }, 3), (Mesh { expert: 2, ..mesh(1, 2) }, 1)]);
     }

@@ -116,8 +116,8 @@ pub(super) fn note(op: &'static str, axis: &'static str, [size, stride]: [usize;
     let shared = bytes * others / size as f64;
     let (sent, messages) = match op {
         "barrier" => (0.0, others),
-        "shift" => (bytes, 1.0),
-        "broadcast_bytes" => (bytes, others),
+        "shift" | "send" => (bytes, 1.0),
+        "broadcast" | "broadcast_bytes" => (bytes, others),
         // The bytes are this rank's own.
         "all_gather_bytes" => (bytes * others, others),
         _ if op.starts_with("all_reduce") || op == "sum_ordered" => (2.0 * shared, 2.0 * others),

@@ -1,7 +1,7 @@
 //! Agreement of a group's ranks on an error, a number or a flag of one rank.
 
 use super::group::{Group, Member};
-use super::records;
+use super::{phase, records};
 use crate::error::{Error, Result};
 use crate::sys::environment;
 use crate::sys::lock::lock;
@@ -49,12 +49,14 @@ impl Group {
         if self.size() == 1 || !self.any(local.is_err()) {
             return local;
         }
-        let all: Vec<Option<Error>> = records::gather(self, &[local.err()])?;
+        let stage = phase::stage().map(|stage| format!(", {stage}")).unwrap_or_default();
+        let (all, stages): (Vec<Option<Error>>, Vec<String>) =
+            records::gather(self, &[(local.err(), stage)])?.into_iter().unzip();
         let rank = all.iter().position(Option::is_some).expect("someone failed");
         let mut error = all[rank].clone().expect("found above");
         if all.iter().any(|other| *other != all[rank]) {
             let Member { world_rank, host } = self.member(rank);
-            error = error.within(format_args!("rank {world_rank} ({host})"));
+            error = error.within(format_args!("rank {world_rank} ({host}){}", stages[rank]));
         }
         let by_all = !self.is_null() && environment::launched_ranks() == Some(self.size());
         *lock(&LAST_AGREED) = Some(Agreed { message: error.message.clone(), here: rank == self.rank(), by_all });

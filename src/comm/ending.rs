@@ -120,6 +120,7 @@ fn described(error: &Error, named: bool) -> String {
     let mut place = Vec::new();
     if let Some(Setting { world, .. }) = SETTING.get().filter(|setting| setting.world.size > 1 && !named) {
         place.push(format!("rank {} ({})", world.rank, world.hosts[world.rank]));
+        place.extend(phase::stage().map(str::to_owned));
     }
     place.extend(phase::describe());
     if place.is_empty() { error.to_string() } else { error.clone().within(place.join(", ")).to_string() }

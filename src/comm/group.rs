@@ -323,6 +323,12 @@ impl Group {
         }
     }
 
+    /// Replaces `x` on all ranks by the root's.
+    pub fn broadcast<T: Element>(&self, root: usize, x: &mut [T]) {
+        let Some((channel, _call)) = self.begin_call("broadcast", size_of_val(x)) else { return };
+        x.chunks_mut(COUNT_MAX).for_each(|part| channel.comm.broadcast(root, part));
+    }
+
     /// x = ((x_0 + x_1) + x_2) + ..., in rank order for every element, at any index and for any length of x. So the
     /// result for a row of activations does not depend on the other rows. All ranks get equal bits.
     pub fn all_reduce_sum_ordered(&self, x: &mut [f32]) {

@@ -72,6 +72,25 @@ impl Group {
         }
     }
 
+    /// Replaces the values on all ranks by the root's. Values of a GPU go through the host.
+    pub fn broadcast_slice(&self, root: usize, x: SliceMut) {
+        match x {
+            _ if self.size() == 1 => {}
+            SliceMut::F32(x) => self.broadcast(root, x),
+            SliceMut::Bf16(x) => self.broadcast(root, x),
+            SliceMut::Cuda(mut x) => {
+                let mut bits = vec![0u16; x.len() * x.dtype().bytes() / size_of::<u16>()];
+                if self.rank() == root {
+                    x.as_view().read_bits(&mut bits);
+                }
+                self.broadcast(root, &mut bits);
+                if self.rank() != root {
+                    x.write_bits(&bits);
+                }
+            }
+        }
+    }
+
     /// `all_to_all` for values of one device and dtype. Without NCCL, only the exchanged values of a GPU go through the
     /// host.
     ///

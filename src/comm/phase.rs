@@ -2,12 +2,27 @@
 
 use crate::device::null;
 use crate::sys::lock::lock;
-use std::sync::Mutex;
+use std::sync::{Mutex, OnceLock};
 
 pub use null::Phase;
 
 /// Step and the name of the phase. The step is `None` before the first one.
 static NOW: Mutex<Option<(Option<u64>, &'static str)>> = Mutex::new(None);
+
+/// This rank's stage of a pipeline.
+static STAGE: OnceLock<String> = OnceLock::new();
+
+/// Sets this rank's stage of `size`, if there are several, for messages at the end of a job.
+pub fn set_stage(rank: usize, size: usize) {
+    if size > 1 && !null::is_active() {
+        let _ = STAGE.set(format!("stage {rank} of {size}"));
+    }
+}
+
+/// Returns `stage 1 of 4` on a pipeline.
+pub(super) fn stage() -> Option<&'static str> {
+    STAGE.get().map(String::as_str)
+}
 
 /// Sets the step (from 1) and the phase.
 pub fn set(step: u64, phase: Phase) {

@@ -24,7 +24,15 @@ pub fn gather<T: Serialize + DeserializeOwned>(group: &Group, mine: &[T]) -> Res
 /// Returns on every rank the value that `make` returns on the first rank. A rank of a null group has no first rank to
 /// receive from, and calls `make` itself.
 pub fn of_first<T: Serialize + DeserializeOwned>(group: &Group, make: impl FnOnce() -> T) -> T {
-    let mut bytes = if group.rank() == 0 || group.is_null() { encode(&make()) } else { Vec::new() };
-    group.broadcast_bytes(0, &mut bytes);
+    of_rank(group, 0, make)
+}
+
+/// The same of rank `root`.
+pub fn of_rank<T: Serialize + DeserializeOwned>(group: &Group, root: usize, make: impl FnOnce() -> T) -> T {
+    if group.size() == 1 {
+        return make();
+    }
+    let mut bytes = if group.rank() == root || group.is_null() { encode(&make()) } else { Vec::new() };
+    group.broadcast_bytes(root, &mut bytes);
     decode(&bytes).expect("a peer of the same build wrote it")
 }

@@ -1,6 +1,7 @@
 //! The ranks that the launcher started.
 
 use super::group::{Group, Member};
+use super::links::Links;
 use super::raw::{self, Comm};
 use super::records;
 use super::stream::{self, Stream};
@@ -8,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::sys::affinity::{self, Plan};
 use crate::sys::{environment, host};
+use serde::{Serialize, de::DeserializeOwned};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -112,6 +114,10 @@ pub(super) const REPLICAS: &str = "expert replicas";
 pub struct Axes {
     pub data: Group,
     pub pipeline: Group,
+    /// The transfers between neighboring stages.
+    pub links: Arc<Links>,
+    /// The first and the last stage, which both hold a tied embedding. This rank alone on any other stage.
+    pub tied: Group,
     pub sequence: Group,
     pub tensor: Group,
     /// data x sequence, sequence fastest: the ranks that ZeRO shards over.
@@ -161,11 +167,17 @@ impl Axes {
             let stream = Arc::new(Stream::new("replicas", &replicas));
             (replicas, stream)
         };
+        let (chain, tensors) = (
+            along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
+            along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
+        );
         let ring = along(all, "sequence", rank - sequence * mesh.tensor, (sequence, mesh.sequence), mesh.tensor);
         Self {
             data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data), mesh.pipeline * stride),
-            pipeline: along(all, "pipeline", rank - pipeline * stride, (pipeline, mesh.pipeline), stride),
-            tensor: along(all, "tensor", rank - tensor, (tensor, mesh.tensor), 1),
+            tied: Self::tied(all, mesh, pipeline),
+            links: Arc::new(Links::new(&chain, &tensors)),
+            pipeline: chain,
+            tensor: tensors,
             expert: along(all, EXPERT, color(replica), (expert, mesh.expert), mesh.tensor),
             replicas,
             all: all.clone(),
@@ -175,6 +187,28 @@ impl Axes {
             sequence: ring,
             zero,
         }
+    }
+
+    /// The first and the last of the stages that this rank is one of; itself if it is stage `pipeline` between them.
+    fn tied(all: &Group, mesh: &Mesh, pipeline: usize) -> Group {
+        let (last, stride) = (mesh.pipeline - 1, mesh.tensor * mesh.sequence);
+        if last == 0 {
+            return Group::one();
+        }
+        let first = all.rank() - pipeline * stride;
+        let is_end = pipeline == 0 || pipeline == last;
+        let (color, place) = if is_end { (first, (usize::from(pipeline > 0), 2)) } else { (all.rank(), (0, 1)) };
+        along(all, "tied embedding", color, place, last * stride)
+    }
+
+    /// The rank of the last stage on the pipeline axis.
+    pub fn last_stage(&self) -> usize {
+        self.pipeline.size() - 1
+    }
+
+    /// The value that `make` returns on the last stage, on all ranks. All ranks call this.
+    pub fn of_last_stage<T: Serialize + DeserializeOwned>(&self, make: impl FnOnce() -> T) -> T {
+        records::of_rank(&self.pipeline, self.last_stage(), make)
     }
 }
 

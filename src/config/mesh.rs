@@ -106,12 +106,6 @@ impl MeshConfig {
     pub fn resolve(&self, world: usize) -> Result<Mesh> {
         self.stage()?;
         let pipeline = size("mesh.pipeline", self.pipeline)?.unwrap_or(1);
-        if pipeline > 1 {
-            return Err(Error::usage(format!(
-                "mesh.pipeline must be 1, as this version has no pipeline axis (got {pipeline})"
-            ))
-            .hint("set mesh.pipeline = 1"));
-        }
         let sequence = size("mesh.sequence", self.sequence)?.unwrap_or(1);
         let tensor = size("mesh.tensor", self.tensor)?.unwrap_or(1);
         let left = || world.div_ceil(pipeline * sequence * tensor);

@@ -201,8 +201,8 @@ pub fn times<R>(times: f64, work: impl FnOnce() -> R) -> R {
 }
 
 /// The number of batches that each batch represents, for rows of `lengths`. In a run of equal batches a null device
-/// computes the first, the last, and one for those between. Otherwise each batch counts once.
-pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
+/// computes the first `window`, the last, and one for those between. Otherwise each batch counts once.
+pub fn represented(batches: &[Vec<usize>], lengths: &[usize], window: usize) -> Vec<f64> {
     let mut times = vec![1.0; batches.len()];
     if !is_active() {
         return times;
@@ -212,9 +212,10 @@ pub fn represented(batches: &[Vec<usize>], lengths: &[usize]) -> Vec<f64> {
     let mut rest = &mut times[..];
     for run in batches.chunk_by(alike) {
         let (own, behind) = rest.split_at_mut(run.len());
-        if let [_, second, between @ .., _] = own {
-            *second += between.len() as f64;
-            between.fill(0.0);
+        if own.len() > window + 1 {
+            let last = own.len() - 1;
+            own[window] += (last - window - 1) as f64;
+            own[window + 1..last].fill(0.0);
         }
         rest = behind;
     }

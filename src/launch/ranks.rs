@@ -2,7 +2,7 @@
 
 use super::layout::Layout;
 use crate::comm::group::list_ranks;
-use crate::comm::{Axes, Group, World, records};
+use crate::comm::{Axes, Group, World, phase, records};
 use crate::config::mesh::{Placement, RoleName};
 use crate::error::Result;
 use serde::{Serialize, de::DeserializeOwned};
@@ -34,9 +34,11 @@ impl Ranks {
             own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh).map(|axes| (i, axes)));
         }
         let (placement, axes) = own.expect("every rank has a placement");
+        phase::set_stage(axes.pipeline.rank(), axes.pipeline.size());
         let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
         let layout = &layouts[placement];
-        let is_same = layout.rollout_tensor == layout.mesh.tensor && layout.mesh.expert == 1;
+        let is_same =
+            layout.rollout_tensor == layout.mesh.tensor && layout.mesh.expert == 1 && layout.mesh.pipeline == 1;
         let rollout_axes = if is_same { axes.clone() } else { Axes::split_mesh(&axes.all, &layout.rollout()) };
         let all = world.group();
         let mut ranks = Self { together: all.clone(), all, world, placements, placement, layouts, axes, rollout_axes };

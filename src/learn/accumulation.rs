@@ -1,16 +1,18 @@
 //! A pass through a minibatch: the micro-batches of this rank, and the sums over all ranks.
 
+use super::head_pass::{self, Pass};
 use super::packed::PackedRow;
 use super::routing::{self, RouterLoss};
+use super::schedule::{self, Action};
 use super::sums::Sums;
 use super::tree_sum::leaves;
-use super::{HeadPass, Learner, MicroBatch, Objective, Pass, non_finite};
+use super::{Learner, MicroBatch, Objective, non_finite};
 use crate::comm::{Axes, records};
 use crate::config::optim::GradientOrder;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::model::Feed;
+use crate::model::{Feed, Saved};
 use crate::sys::trace::{self, Category};
 use std::ops::Range;
 
@@ -74,6 +76,37 @@ impl<'a> Numbered<'a> {
     }
 }
 
+/// A micro-batch of this rank.
+#[derive(Clone, Copy)]
+struct Work<'a> {
+    /// The index of its chunk among those of this rank.
+    chunk: usize,
+    rows: &'a [usize],
+    /// The number of micro-batches that it represents in a plan.
+    times: f64,
+}
+
+/// The micro-batches of chunks. A plan computes at least `window` that are alike.
+fn work<'a>(own: &'a [Chunk], lengths: &[usize], window: usize) -> Vec<Work<'a>> {
+    let of_chunk = |(number, chunk): (usize, &'a Chunk)| {
+        let times = null::represented(&chunk.microbatches, lengths, window).into_iter();
+        let work = move |(rows, times): (&'a Vec<usize>, f64)| Work { chunk: number, rows, times };
+        chunk.microbatches.iter().zip(times).map(work).filter(|work| work.times > 0.0).collect::<Vec<_>>()
+    };
+    own.iter().enumerate().flat_map(of_chunk).collect()
+}
+
+/// The pass of an objective over a micro-batch.
+struct StagePass<'a> {
+    objective: &'a dyn Objective,
+    rows: Vec<usize>,
+    whole: PackedRow,
+    /// This rank's part of `whole`.
+    own: PackedRow,
+    /// The results of the forward on a stage that is not the last.
+    saved: Option<Saved>,
+}
+
 impl Learner {
     /// Makes one optimizer step on the sum of the losses of `objectives`. Returns the sums over all ranks. A micro-batch
     /// has at most `tokens_max` tokens on each rank of a sequence group. All ranks of the mesh call this.
@@ -89,7 +122,7 @@ impl Learner {
     /// Computes the gradient of a minibatch, and returns the sums over all ranks: first over each chunk in order, then
     /// over the chunks, independent of the ranks that computed them. Ranks of the tensor axis have the same sums, which
     /// count once. Each micro-batch has a pass of every objective, even one without rows of it, so that all ranks make
-    /// the same passes.
+    /// the same passes. On a pipeline each rank walks the micro-batches in the order of its stage (`schedule`).
     pub fn accumulate(&mut self, axes: &Axes, tokens_max: usize, objectives: &[&dyn Objective]) -> Sums {
         let numbered = Numbered::new(objectives);
         let (passes, lengths) = (numbered.objectives.len(), &numbered.lengths);
@@ -100,40 +133,136 @@ impl Learner {
         let own = of_ranks.into_iter().nth(data.rank()).expect("chunks of each rank");
         let router_loss = self.router_loss(axes, &numbered, &own, microbatches * passes);
         self.microbatches = own.iter().flat_map(|chunk| &chunk.microbatches).cloned().collect();
-        let mut left = self.microbatches.len();
-        let mut mine = Vec::new();
-        for chunk in own {
-            self.sum.begin_chunk();
-            let mut sums = Sums::default();
-            let times = null::represented(&chunk.microbatches, lengths);
-            for (rows, times) in chunk.microbatches.iter().zip(times) {
-                let numbers = || [rows.iter().map(|&row| lengths[row]).sum(), rows.len()];
-                let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
-                left -= 1;
-                if times > 0.0 {
-                    let mut add = || {
-                        let mut sums = Sums::default();
-                        for (pass, (objective, rows, whole)) in numbered.pack(rows).enumerate() {
-                            self.sum.begin_microbatch(left == 0 && pass + 1 == passes);
-                            let own = whole.shard(&axes.sequence);
-                            let batch = MicroBatch { rows: &rows, whole: &whole, own: &own };
-                            let pass = Pass { router_loss: router_loss.clone(), ..self.pass(&own) };
-                            sums.add(&objective.loss(&batch, pass));
-                            sums.add(&routing::counted(&self.role.transformer.routers.take()));
-                        }
-                        sums
-                    };
-                    sums.add(&null::times(times, &mut add));
-                }
-            }
-            self.sum.end_chunk(chunk.leaf);
-            mine.push((chunk.number, sums));
-        }
+        let (mine, waits) = schedule::timed(axes, || self.walk(axes, &numbered, &own, &router_loss));
         let mut all = records::gather(&axes.zero, &mine).expect("ranks of one binary");
         all.sort_by_key(|(number, _)| *number);
         let mut total = Sums::total(all.iter().map(|(_, sums)| sums));
-        self.routers = routing::finished(&mut total);
+        if axes.pipeline.size() > 1 {
+            // The last stage has the loss, and each stage has the routers of its layers.
+            let of_stages = records::gather(&axes.pipeline, &[total]).expect("ranks of one binary");
+            total = Sums::total(&of_stages);
+        }
+        self.measured = routing::finished(&mut total);
+        self.measured.add(&waits);
         total
+    }
+
+    /// Walks the micro-batches of the chunks `own`. Returns the number of each chunk with its sums on this stage.
+    fn walk(&mut self, axes: &Axes, numbered: &Numbered, own: &[Chunk], loss: &RouterLoss) -> Vec<(usize, Sums)> {
+        let (stage, stages) = (axes.pipeline.rank(), axes.pipeline.size());
+        let work = work(own, &numbered.lengths, schedule::window(stage, stages));
+        let actions: Vec<Action> = schedule::actions(stage, stages, work.len()).collect();
+        let lookahead = if stages > 1 { 2 } else { 1 };
+        let mut passes: Vec<Vec<StagePass>> = work.iter().map(|_| Vec::new()).collect();
+        let mut sums = vec![Sums::default(); work.len()];
+        let (mut expected, mut begun) = (0, 0);
+        for (at, action) in actions.iter().enumerate() {
+            while expected < actions.len().min(at + lookahead) {
+                self.expect(axes, numbered, actions[expected], &work, &mut passes);
+                expected += 1;
+            }
+            let (Action::Forward(i) | Action::Backward(i)) = *action;
+            let Work { chunk, rows, times } = work[i];
+            let numbers = || [rows.iter().map(|&row| numbered.lengths[row]).sum(), rows.len()];
+            let is_last = i + 1 == work.len();
+            match action {
+                // The last stage does it together with the backward.
+                Action::Forward(_) if self.role.transformer.is_last_stage() => {}
+                Action::Forward(_) => {
+                    let _span = trace::span(Category::Pass, "micro-batch forward", "tokens rows", numbers);
+                    sums[i] = null::times(times, || self.forward_stage(&mut passes[i]));
+                }
+                Action::Backward(_) => {
+                    let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
+                    self.begin_chunks(own, &mut begun, chunk + 1);
+                    let passes = std::mem::take(&mut passes[i]);
+                    if self.role.transformer.is_last_stage() {
+                        sums[i] = null::times(times, || self.pass_whole(&passes, loss, is_last));
+                    } else {
+                        null::times(times, || self.backward_stage(passes, loss, is_last));
+                    }
+                }
+            }
+        }
+        self.begin_chunks(own, &mut begun, own.len() + 1);
+        let of_chunk = |(number, chunk): (usize, &Chunk)| {
+            let own = work.iter().zip(&sums).filter(|(work, _)| work.chunk == number);
+            (chunk.number, Sums::total(own.map(|(_, sums)| sums)))
+        };
+        own.iter().enumerate().map(of_chunk).collect()
+    }
+
+    /// Begins the chunks before number `end`, and ends each before the next one.
+    fn begin_chunks(&mut self, own: &[Chunk], begun: &mut usize, end: usize) {
+        while *begun < end {
+            if let Some(chunk) = begun.checked_sub(1) {
+                self.sum.end_chunk(own[chunk].leaf);
+            }
+            if *begun < own.len() {
+                self.sum.begin_chunk();
+            }
+            *begun += 1;
+        }
+    }
+
+    /// Packs the rows of a forward, and starts to receive what an action needs from a neighboring stage.
+    fn expect<'a>(
+        &self,
+        axes: &Axes,
+        numbered: &Numbered<'a>,
+        action: Action,
+        work: &[Work],
+        passes: &mut [Vec<StagePass<'a>>],
+    ) {
+        let model = &self.role.transformer;
+        match action {
+            Action::Forward(i) => {
+                let pack = |(objective, rows, whole): (&'a dyn Objective, Vec<usize>, PackedRow)| {
+                    let own = whole.shard(&axes.sequence);
+                    for frozen in objective.frozen() {
+                        frozen.transformer.expect_forward(own.tokens.len());
+                    }
+                    model.expect_forward(own.tokens.len());
+                    StagePass { objective, rows, whole, own, saved: None }
+                };
+                passes[i] = numbered.pack(work[i].rows).map(pack).collect();
+            }
+            Action::Backward(i) => passes[i].iter().for_each(|pass| model.expect_backward(pass.own.tokens.len())),
+        }
+    }
+
+    /// The forwards of a micro-batch on a stage that is not the last. Returns the sums of its routers.
+    fn forward_stage(&self, passes: &mut [StagePass]) -> Sums {
+        let mut sums = Sums::default();
+        for pass in passes {
+            pass.objective.frozen().into_iter().for_each(|role| head_pass::relay(role, &pass.own));
+            pass.saved = Some(head_pass::forward_stage(&self.role, &pass.own, self.recompute));
+            sums.add(&routing::counted(&self.role.transformer.routers.take()));
+        }
+        sums
+    }
+
+    /// The backwards that follow.
+    fn backward_stage(&mut self, passes: Vec<StagePass>, loss: &RouterLoss, is_last: bool) {
+        let count = passes.len();
+        for (number, StagePass { own, saved, .. }) in passes.into_iter().enumerate() {
+            self.sum.begin_microbatch(is_last && number + 1 == count);
+            let saved = saved.expect("its forward was before");
+            head_pass::backward_stage(&self.role, &own, saved, loss, &mut self.sum.grads);
+        }
+    }
+
+    /// Forward, loss and backward of a micro-batch on the last stage. Returns the sums of its losses.
+    fn pass_whole(&mut self, passes: &[StagePass], loss: &RouterLoss, is_last: bool) -> Sums {
+        let mut sums = Sums::default();
+        for (number, StagePass { objective, rows, whole, own, .. }) in passes.iter().enumerate() {
+            self.sum.begin_microbatch(is_last && number + 1 == passes.len());
+            let batch = MicroBatch { rows, whole, own };
+            let pass = Pass { router_loss: loss.clone(), ..self.pass(own) };
+            sums.add(&objective.loss(&batch, pass));
+            sums.add(&routing::counted(&self.role.transformer.routers.take()));
+        }
+        sums
     }
 
     /// The load-balancing loss of a minibatch, of which this rank has the chunks `own`, of `forwards` forwards on all
@@ -143,24 +272,20 @@ impl Learner {
         let Some(spec) = role.arch().feeds().find_map(Feed::experts).filter(|_| coef > 0.0) else {
             return RouterLoss::None;
         };
-        if forwards == 1 && axes.sequence.size() == 1 {
+        if forwards == 1 && axes.sequence.size() == 1 && axes.pipeline.size() == 1 {
             return RouterLoss::OfForward(coef);
         }
         let routers = &role.transformer.routers;
-        for chunk in own {
-            let times = null::represented(&chunk.microbatches, &numbered.lengths);
-            for (rows, times) in chunk.microbatches.iter().zip(times).filter(|(_, times)| *times > 0.0) {
-                let forward = |whole: PackedRow| drop(HeadPass::forward(role, &whole.shard(&axes.sequence)));
-                null::times(times, || {
-                    numbered.pack(rows).for_each(|(.., whole)| routers.counted(|| forward(whole)));
-                });
-            }
+        for Work { rows, times, .. } in work(own, &numbered.lengths, 1) {
+            let forward = |whole: PackedRow| head_pass::relay(role, &whole.shard(&axes.sequence));
+            null::times(times, || numbered.pack(rows).for_each(|(.., whole)| routers.counted(|| forward(whole))));
         }
         let found = routers.take();
         let mut counts: Vec<f64> = found.chosen.iter().map(|chosen| *chosen as f64).collect();
         counts.resize(spec.count, 0.0);
         counts.push(found.pairs as f64);
         axes.zero.all_reduce_sum_f64(&mut counts);
+        axes.pipeline.all_reduce_sum_f64(&mut counts);
         let pairs = counts.pop().expect("it was pushed");
         RouterLoss::Slope(routing::slope(coef, pairs, counts.into_iter()))
     }

@@ -10,7 +10,7 @@ use crate::optim::zero::Zero;
 pub fn by_parameter(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) -> Vec<(String, f64)> {
     let (partition, specs) = (zero.partition(), role.weights.table.specs());
     let mut squares = vec![0.0; specs.len()];
-    for unit in 0..partition.units() {
+    for unit in (0..partition.units()).filter(|unit| partition.is_counted(*unit)) {
         let (own, values) = (partition.own(unit), sum.grads.own(unit).to_host());
         for (square, spec) in squares.iter_mut().zip(specs) {
             let (start, end) = (spec.range().start.max(own.start), spec.range().end.min(own.end));
@@ -24,6 +24,7 @@ pub fn by_parameter(role: &Role, sum: &GradientSum, zero: &Zero, axes: &Axes) ->
     if partition.ranks() > 1 {
         axes.zero.all_reduce_sum_f64(&mut squares);
     }
+    axes.pipeline.all_reduce_sum_f64(&mut squares);
     axes.tensor.all_reduce_sum_f64(&mut squares);
     specs.iter().zip(squares).map(|(spec, square)| (spec.name.clone(), square.sqrt())).collect()
 }

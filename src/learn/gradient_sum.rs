@@ -42,6 +42,11 @@ impl GradientSum {
             ))
             .hint("run on 1, 2, 4 ... ranks, or set gradient.order = \"fast\""));
         }
+        if config.order == GradientOrder::Fixed && axes.pipeline.size() > 1 && table.is_tied() {
+            let message = "gradient.order = \"fixed\" needs mesh.pipeline = 1 for a model whose head is its embedding";
+            return Err(Error::usage(format!("{message} (got {})", axes.pipeline.size()))
+                .hint("set gradient.order = \"fast\": the gradients of embedding and head are sums of two stages"));
+        }
         let [sequence, tensor, expert] = [&axes.sequence, &axes.tensor, &axes.expert].map(Group::size);
         let mesh = Mesh { data: ranks, pipeline: 1, sequence, tensor, expert };
         config.check_layout(&mesh, if shards.gradients() { shards.stage() } else { 0 })?;

@@ -3,6 +3,7 @@
 use super::packed::PackedRow;
 use super::role::Role;
 use super::routing::RouterLoss;
+use crate::config::job::Recompute;
 use crate::model::{DistillTargets, Gradients, Head, Saved, Teacher, Transformer, Weights};
 use crate::ops::linear_divergence::Divergences;
 use crate::ops::linear_logprob::{Extra, TokenLoss};
@@ -35,6 +36,8 @@ impl Pass<'_> {
         let forward = || model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
         let span = pass_span("forward", row);
         let (hidden, experts) = model.routers.traced(|| model.routers.counted(forward));
+        // A stage knows the experts of its layers alone.
+        let experts = if model.is_whole() { experts } else { Vec::new() };
         drop(span);
         let mut pass = HeadPass { model, weights, row, hidden, experts, grads: Some(grads), dhidden: None };
         let span = pass_span("head and loss", row);
@@ -47,6 +50,37 @@ impl Pass<'_> {
         model.routers.with_slope(router_loss.slope(role), backward);
         found
     }
+}
+
+/// The forward of a stage that is not the last, for `backward_stage`.
+pub(super) fn forward_stage(role: &Role, row: &PackedRow, recompute: Recompute) -> Saved {
+    let Role { transformer: model, weights, .. } = role;
+    let mut saved = Saved::new(recompute);
+    let _span = pass_span("forward", row);
+    let forward = || model.forward_stage(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    model.routers.counted(forward);
+    saved
+}
+
+/// The backward of a stage that is not the last. Adds its gradient to `grads`.
+pub(super) fn backward_stage(
+    role: &Role,
+    row: &PackedRow,
+    saved: Saved,
+    router_loss: &RouterLoss,
+    grads: &mut Gradients,
+) {
+    let Role { transformer: model, weights, .. } = role;
+    let _span = pass_span("backward", row);
+    let backward = || model.backward_stage(weights, saved, &row.cu_seqlens, grads);
+    model.routers.with_slope(router_loss.slope(role), backward);
+}
+
+/// A forward without a backward or a head, on any stage.
+pub fn relay(role: &Role, row: &PackedRow) {
+    let Role { transformer: model, weights, .. } = role;
+    let _span = pass_span("forward", row);
+    drop(model.forward_stage(weights, &row.tokens, &row.positions, row.keys(), None));
 }
 
 /// The hidden states of a packed row, with the head that follows them. Results are those of the tokens that the row
@@ -66,7 +100,7 @@ pub struct HeadPass<'a> {
 }
 
 impl<'a> HeadPass<'a> {
-    /// Runs a forward without a backward.
+    /// Runs a forward without a backward, on the last stage.
     pub fn forward(role: &'a Role, row: &'a PackedRow) -> Self {
         let Role { transformer: model, weights, .. } = role;
         let _span = pass_span("forward", row);

@@ -42,8 +42,8 @@ pub struct Learner {
     pub report: StepReport,
     /// Rows of each micro-batch of this rank in the minibatch accumulated last, in order.
     pub microbatches: Vec<Vec<usize>>,
-    /// Measurements of the routers in the minibatch accumulated last, over all ranks.
-    pub routers: Sums,
+    /// Measurements of routers and of the schedule in the minibatch accumulated last, over all ranks.
+    pub measured: Sums,
     /// The norm of each parameter's gradient in the last update, by name, if `measures_norms`.
     pub norms: Vec<(String, f64)>,
     pub measures_norms: bool,
@@ -78,14 +78,14 @@ impl Learner {
         let zero = Zero::new([device, state_on], optim, updated, &vectors, has_master).with_copies(&copies);
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let (optim, recompute) = (optim.clone(), gradient.recompute);
-        let (report, microbatches, routers) = (StepReport::default(), Vec::new(), Sums::default());
+        let (report, microbatches, measured) = (StepReport::default(), Vec::new(), Sums::default());
         Ok(Self {
             role,
             sum,
             zero,
             report,
             microbatches,
-            routers,
+            measured,
             norms: Vec::new(),
             measures_norms: false,
             router_loss_coef: 0.0,
@@ -151,8 +151,9 @@ impl Learner {
     /// Sums the gradient over ranks, and returns its norm and its clip factor (`Zero::measure`). A collective.
     pub fn measure(&mut self, axes: &Axes) -> (f64, f32) {
         self.sum.finish();
+        self.sum.grads.sum_tied(&axes.tied);
         let grads = &self.sum.grads;
-        self.zero.measure(|u| grads.own(u), &axes.zero, &axes.tensor)
+        self.zero.measure(|u| grads.own(u), &axes.zero, &axes.pipeline, &axes.tensor)
     }
 
     /// Sums the gradient over ranks, clips it, and updates the weights of all ranks. A collective.
@@ -186,7 +187,7 @@ impl Learner {
     /// The values of a vector that this rank writes, as (first flat element, values), in order and in place.
     pub fn stretches(&self, what: Vector) -> Vec<(usize, Slice<'_>)> {
         let (saved, updated) = (&self.shards.partition, &self.shards.updated);
-        let all = (0..saved.units()).map(|u| {
+        let all = (0..saved.units()).filter(|u| saved.is_counted(*u)).map(|u| {
             let (range, own) = (saved.own(u), updated.own(u));
             // At stage 0 the state covers the unit, and the range is only a part of it.
             let at = range.start - own.start;

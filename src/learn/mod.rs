@@ -11,6 +11,7 @@ pub mod objective;
 pub mod packed;
 pub mod role;
 pub mod routing;
+pub mod schedule;
 pub mod score;
 pub mod sums;
 pub mod tree_sum;

@@ -2,6 +2,7 @@
 
 use super::head_pass::Pass;
 use super::packed::PackedRow;
+use super::role::Role;
 use super::sums::Sums;
 use crate::metrics::keys;
 
@@ -16,6 +17,11 @@ pub trait Objective {
     /// Runs `pass` over a micro-batch, which may be empty. Returns this rank's share of the measurements, with the loss
     /// under `loss_key`.
     fn loss(&self, batch: &MicroBatch, pass: Pass) -> Sums;
+
+    /// The frozen models whose forwards `loss` runs before `pass`, in this order. Other stages than the last run them too.
+    fn frozen(&self) -> Vec<&Role> {
+        Vec::new()
+    }
 
     /// The key of the loss in the sums.
     fn loss_key(&self) -> &'static str {

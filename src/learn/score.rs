@@ -7,7 +7,7 @@ use crate::comm::Axes;
 use crate::data::balance::{self, Cost};
 use crate::device::null;
 use crate::learn::packed::{PackedRow, Tokens};
-use crate::learn::{HeadPass, Role};
+use crate::learn::{HeadPass, Role, head_pass};
 use crate::ops::linear_logprob::Extra;
 use crate::ops::zigzag;
 use crate::sys::trace::{self, Category};
@@ -54,10 +54,14 @@ fn over_plan(
     // The values of a micro-batch are read after the GPU has started the next one.
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
-    for (rows, times) in own.iter().zip(null::represented(own, &lengths)).filter(|(_, times)| *times > 0.0) {
+    for (rows, times) in own.iter().zip(null::represented(own, &lengths, 1)).filter(|(_, times)| *times > 0.0) {
         let numbers = || [rows.iter().map(|&row| lengths[row]).sum(), rows.len()];
         let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
         let row = pack(samples, rows, last).shard(&axes.sequence);
+        if !role.transformer.is_last_stage() {
+            null::times(times, || head_pass::relay(role, &row));
+            continue;
+        }
         let found = null::times(times, || score(HeadPass::forward(role, &row))).later();
         mine.extend(before.replace(found).map(Later::into_values).unwrap_or_default());
     }
@@ -78,7 +82,7 @@ fn over_plan(
     };
     let places: Vec<Vec<(usize, usize)>> = (0..axes.zero.size()).map(places).collect();
     let counts: Vec<usize> = places.iter().map(Vec::len).collect();
-    let values = axes.zero.all_gather_counts(&mine, &counts).concat();
+    let values = axes.of_last_stage(|| axes.zero.all_gather_counts(&mine, &counts).concat());
     for ((i, state), value) in places.concat().into_iter().zip(values) {
         found[i][state] = value;
     }

@@ -66,7 +66,7 @@ table! {
         "Mean entropy of the routers' probabilities of model.actor over tokens and layers, before each update of the step.";
     EXPERTS_EQUAL = "experts_equal_ratio", "experts", Ratio,
         "Share of the sampled tokens that chose the same experts in sampling and in the training forward, in every layer, on the first minibatch, \
-         before its update.";
+         before its update. Absent on several stages of a pipeline.";
     EXPERT_LOAD_MAX = "expert_load_max", "experts", One,
         "The largest load of an expert. Loads are over all layers: how often tokens chose the expert, divided by the even share. 1 is even.";
     EXPERT_LOAD_MIN = "expert_load_min", "experts", One, "The smallest load of an expert.";
@@ -162,6 +162,9 @@ table! {
         "Moving weights between the layouts of training and rollout, if they differ.";
     TIME_COMM_EXPOSED_S = "time_comm_exposed_s", "time", Seconds,
         "Time for which a rank was blocked on other ranks, collectives included except within CUDA graphs. The largest of all ranks.";
+    BUBBLE_RATIO = "bubble_ratio", "time", Ratio,
+        "Share of the time of micro-batches in which a rank waited for another stage of the pipeline, mean over ranks. With p equal stages \
+         and m micro-batches it is (p - 1) / (m + p - 1).";
     TIME_TRAIN_SLOWEST_RATIO = "time_train_slowest_ratio", "time", One,
         "Training time of the slowest rank, without waits, divided by the mean over ranks.";
     IDLE_RATIO_ACTOR = "idle_ratio_actor", "time", Ratio,

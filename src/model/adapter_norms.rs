@@ -59,6 +59,7 @@ impl AdapterNorms {
         if base.gathers_on_use() && !base.is_quantized() {
             axes.zero.all_reduce_sum_f64(&mut squares);
         }
+        axes.pipeline.all_reduce_sum_f64(&mut squares);
         axes.tensor.all_reduce_sum_f64(&mut squares);
         adapters.iter_mut().zip(squares).for_each(|(adapter, square)| adapter.norm = square.sqrt());
         adapters.retain(|adapter| adapter.norm > 0.0);
@@ -78,6 +79,11 @@ impl AdapterNorms {
             let ranges = || of_unit.iter().flat_map(|adapter| [adapter.a, adapter.b]).map(|id| table.spec(id));
             let start = ranges().map(|spec| spec.range().start).min().expect("a unit with adapters");
             let end = ranges().map(|spec| spec.range().end).max().expect("a unit with adapters");
+            if held.values().range().is_empty() {
+                // On another stage.
+                squares.extend(of_unit.iter().map(|_| 0.0));
+                continue;
+            }
             let mut flat = vec![0.0; end - start];
             held.values().to_master(&(start..end), &mut flat);
             let values = |id| {
@@ -91,6 +97,7 @@ impl AdapterNorms {
             squares.par_extend(of_unit.par_iter().map(square));
         }
         weights.release();
+        axes.pipeline.all_reduce_sum_f64(&mut squares);
         axes.tensor.all_reduce_sum_f64(&mut squares);
         let ratio = |(adapter, square): (&Measured, f64)| {
             (adapter.matrix.clone(), adapter.scale.abs() * square.sqrt() / adapter.norm)

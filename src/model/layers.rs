@@ -2,6 +2,7 @@
 
 use super::arch::{Arch, Head};
 use super::block::Block;
+use super::layer_units::LayerUnits;
 use super::names::EMBEDDING;
 use super::norm::Norm;
 use super::params::{Init, ParamId, ParamTable};
@@ -54,6 +55,7 @@ impl Layers {
             }
         };
         table.end_unit();
+        table.set_layers(LayerUnits::new(arch, table.head(), &units));
         Self { embedding, blocks, units, norm, head }
     }
 }

@@ -35,18 +35,18 @@ impl Transformer {
     pub fn not_finite(&self, w: &Weights, of: Rows, recompute: impl Into<Recompute>) -> Option<String> {
         let mut saved = Saved::new(recompute);
         let keys = Keys::Packed(of.cu_seqlens.into());
-        let hidden = self.forward(w, of.tokens, of.positions, keys, Some(&mut saved));
-        let answers = match w.table.head() {
-            Head::LanguageModel => self.logprobs(w, &hidden, of.rows, of.targets, 1.0, false).0,
-            Head::Value => self.values(w, &hidden, of.rows),
-        };
+        let hidden = self.forward_stage(w, of.tokens, of.positions, keys, Some(&mut saved));
+        let answers = hidden.as_ref().map_or(Vec::new(), |hidden| match w.table.head() {
+            Head::LanguageModel => self.logprobs(w, hidden, of.rows, of.targets, 1.0, false).0,
+            Head::Value => self.values(w, hidden, of.rows),
+        });
         w.release();
-        let (results, last) = saved.results();
+        let (results, last) = saved.results(self.stage.layers.start);
         let inner = results.into_iter().find_map(|(what, result)| row(result).map(|row| format!("{what}, row {row}")));
         let outer = || {
-            row(last)
+            last.and_then(row)
                 .map(|row| format!("the output of the last layer, row {row}"))
-                .or_else(|| row(&hidden).map(|row| format!("the final norm, row {row}")))
+                .or_else(|| hidden.as_ref().and_then(row).map(|row| format!("the final norm, row {row}")))
                 .or_else(|| first(&answers).map(|i| format!("the head, row {}", of.rows[i])))
         };
         inner.or_else(outer)

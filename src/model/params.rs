@@ -3,6 +3,7 @@
 
 use super::arch::Head;
 use super::file_rows::FileRows;
+use super::layer_units::LayerUnits;
 use super::names::{ROUTER, SHARED_GATE};
 use super::part::{Cut, TensorPart};
 use super::tuning::{Adapter, Param, Tuning};
@@ -189,6 +190,7 @@ pub struct ParamTable {
     units: Vec<Range<usize>>,
     /// Whether each unit is of a layer's experts.
     of_experts: Vec<bool>,
+    layers: LayerUnits,
     len: usize,
     part: TensorPart,
     device: Device,
@@ -200,8 +202,8 @@ impl ParamTable {
     /// A table without parameters, for the part of a rank of the tensor axis, laid out for a device.
     pub(super) fn empty(device: Device, head: Head, part: TensorPart, init_std: f32) -> Self {
         let (specs, by_name, units, of_experts) = (Vec::new(), HashMap::new(), Vec::new(), Vec::new());
-        let (tuning, base, kept) = (None, None, None);
-        Self { head, tuning, base, kept, specs, by_name, units, of_experts, len: 0, part, device, init_std }
+        let (tuning, base, kept, layers) = (None, None, None, LayerUnits::default());
+        Self { head, tuning, base, kept, specs, by_name, units, of_experts, layers, len: 0, part, device, init_std }
     }
 
     /// The same, for a model of which only `tuning` trains, with the table of its base if it has one.
@@ -341,6 +343,16 @@ impl ParamTable {
         self.end_unit();
         self.of_experts.pop();
         self.of_experts.push(true);
+    }
+
+    /// Sets the units of the layers, after all of them.
+    pub(super) fn set_layers(&mut self, layers: LayerUnits) {
+        self.layers = layers;
+    }
+
+    /// The units of the layers.
+    pub(super) fn layer_units(&self) -> &LayerUnits {
+        &self.layers
     }
 
     /// Whether each unit is of a layer's experts, which have equal parts of it.

@@ -21,7 +21,7 @@ impl Transformer {
     pub fn hidden_states(&self, w: &Weights, tokens: &[u32], positions: &[u32], keys: Keys) -> HiddenStates {
         let mut saved = Saved::new(Recompute::Block);
         let last = self.forward(w, tokens, positions, keys, Some(&mut saved));
-        let (inputs, _) = saved.results();
+        let (inputs, _) = saved.results(0);
         let mut values: Vec<Vec<f32>> = inputs.into_iter().map(|(_, input)| input.to_host()).collect();
         let mut normed = last.to_host();
         // The factor on logits is on the state that the head reads; transformers has it on the logits.

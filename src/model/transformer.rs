@@ -10,8 +10,9 @@ use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
 use super::ring::Ring;
 use super::routers::Routers;
+use super::stages::Stage;
 use super::weights::{Gradients, Unit, Weights};
-use crate::comm::{Axes, Group};
+use crate::comm::{Axes, Group, Way};
 use crate::config::job::Recompute;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode, traced};
@@ -25,6 +26,9 @@ use std::sync::Arc;
 
 /// The first unit of the parameter table.
 const EMBEDDING: usize = 0;
+
+/// The most hidden states that a stage sends at a time in forwards without a backward.
+const SENDING_MAX: usize = 2;
 
 /// The source of keys and values.
 pub enum Keys<'a> {
@@ -66,6 +70,7 @@ pub struct Transformer {
     norm: Norm,
     ring: Ring,
     pub routers: Routers,
+    pub(super) stage: Stage,
     ropes: Vec<Arc<RopeTable>>,
     device: Device,
 }
@@ -77,7 +82,7 @@ pub struct Saved {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     blocks: Vec<BlockSaved>,
-    /// The output of the last block (t, d) and its 1 / rms (t, 1).
+    /// On the last stage, the output of the last block (t, d) and its 1 / rms (t, 1).
     last: Option<(Tensor, Tensor)>,
 }
 
@@ -93,14 +98,11 @@ impl Saved {
         Self { keep, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
     }
 
-    /// The kept results of the layers, with names, in the order in which they were computed, and the last layer's
-    /// output.
-    ///
-    /// # Panics
-    /// If no forward has filled it.
-    pub(super) fn results(&self) -> (Vec<(String, &Tensor)>, &Tensor) {
-        let last = &self.last.as_ref().expect("a forward fills it").0;
-        (self.blocks.iter().enumerate().flat_map(|(layer, kept)| kept.results(layer)).collect(), last)
+    /// The kept results of the layers from `first` on, with names, in the order in which they were computed, and the
+    /// last layer's output on the last stage.
+    pub(super) fn results(&self, first: usize) -> (Vec<(String, &Tensor)>, Option<&Tensor>) {
+        let layers = self.blocks.iter().enumerate().flat_map(|(i, kept)| kept.results(first + i));
+        (layers.collect(), self.last.as_ref().map(|(last, _)| last))
     }
 }
 
@@ -131,37 +133,91 @@ impl Transformer {
             norm,
             ring: Ring::new(axes),
             routers: Routers::default(),
+            stage: Stage::new(table, axes),
             ropes: rope_tables(arch),
             device,
         }
     }
 
-    /// The hidden state (t, d) after the final norm, for `tokens` at `positions` (t each).
+    /// The hidden state (t, d) after the final norm, for `tokens` at `positions` (t each). On several stages this is the
+    /// last one.
     ///
     /// # Panics
-    /// If a token is outside the vocabulary, if a position is outside the context, or if `saved` is given with paged
-    /// keys.
+    /// If a token is outside the vocabulary, if a position is outside the context, if `saved` is given with paged keys,
+    /// or on another stage than the last.
     pub fn forward(
+        &self,
+        w: &Weights,
+        tokens: &[u32],
+        positions: &[u32],
+        keys: Keys,
+        saved: Option<&mut Saved>,
+    ) -> Tensor {
+        self.forward_stage(w, tokens, positions, keys, saved).expect("the last stage")
+    }
+
+    /// The same on any stage: `None` if it is not the last. The hidden state comes from the stage before, and goes to
+    /// the next one.
+    ///
+    /// # Panics
+    /// As `forward`.
+    pub fn forward_stage(
         &self,
         w: &Weights,
         tokens: &[u32],
         positions: &[u32],
         mut keys: Keys,
         saved: Option<&mut Saved>,
-    ) -> Tensor {
+    ) -> Option<Tensor> {
         self.check_rows(tokens, positions);
         assert!(saved.is_none() || matches!(keys, Keys::Packed(_)), "only packed keys have a backward");
         let keep = saved.as_ref().map_or(Keep::Nothing, |saved| saved.keep);
-        let x = self.embedded(w, Indices::on(self.device, tokens));
+        let x = if self.stage.is_first() {
+            self.embedded(w, Indices::on(self.device, tokens))
+        } else {
+            self.stage.links.receive(Way::Forward, self.device, tokens.len(), self.arch.width)
+        };
+        let rows = positions;
         let positions = &Indices::on(self.device, positions);
-        let (hidden, last, kept) = self.run_layers(w, x, positions, &mut keys, keep);
+        let (x, blocks) = self.run_layers(w, x, positions, &mut keys, keep);
+        // A rank that only sends forward could get far ahead. The window of a schedule limits one that learns.
+        let pending = if saved.is_some() { usize::MAX } else { SENDING_MAX };
+        let (hidden, last) = if self.stage.is_last() {
+            let (hidden, rstd) = self.normed(w, &x);
+            (Some(hidden), Some((x, rstd)))
+        } else {
+            self.stage.links.send(Way::Forward, x, pending);
+            (None, None)
+        };
         if let Some(saved) = saved {
-            saved.tokens = tokens.to_vec();
-            saved.positions = positions.to_vec();
-            saved.blocks = kept;
-            saved.last = Some(last);
+            *saved = Saved { keep, tokens: tokens.to_vec(), positions: rows.to_vec(), blocks, last };
         }
         hidden
+    }
+
+    /// Starts to receive the hidden state of a forward of `rows` tokens, if it comes from another stage. Forwards follow
+    /// in the order of the calls.
+    pub fn expect_forward(&self, rows: usize) {
+        if !self.stage.is_first() {
+            self.stage.links.expect(Way::Forward, self.device, rows, self.arch.width);
+        }
+    }
+
+    /// The same for the gradient of a backward.
+    pub fn expect_backward(&self, rows: usize) {
+        if !self.stage.is_last() {
+            self.stage.links.expect(Way::Backward, self.device, rows, self.arch.width);
+        }
+    }
+
+    /// Whether this rank has all layers.
+    pub fn is_whole(&self) -> bool {
+        self.stage.size == 1
+    }
+
+    /// Whether this rank's stage has the head.
+    pub fn is_last_stage(&self) -> bool {
+        self.stage.is_last()
     }
 
     /// Decodes one step for the first `rows` rows of `tables`. Only the GPU reads the tables, so a graph of this call
@@ -190,7 +246,8 @@ impl Transformer {
             let groups = 0..self.cache_groups.len();
             let paged: Vec<Paged> = groups.map(|group| Paged::on_gpu(tables, group, rows, longest)).collect();
             let mut keys = Keys::Paged(cache, &paged);
-            self.run_layers(w, x, positions, &mut keys, Keep::Nothing).0
+            let x = self.run_layers(w, x, positions, &mut keys, Keep::Nothing).0;
+            self.normed(w, &x).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
         tables.end(rows, self.tensor.size());
@@ -239,8 +296,7 @@ impl Transformer {
         if w.table.head() == Head::LanguageModel { self.arch.logit_scale } else { 1.0 }
     }
 
-    /// Runs all layers and the final norm. Returns the hidden state, the norm's input with its 1 / rms, and the kept
-    /// results.
+    /// Runs the layers of this stage. Returns their output and the kept results.
     fn run_layers(
         &self,
         w: &Weights,
@@ -248,9 +304,10 @@ impl Transformer {
         positions: &Indices,
         keys: &mut Keys,
         keep: Keep,
-    ) -> (Tensor, (Tensor, Tensor), Vec<BlockSaved>) {
+    ) -> (Tensor, Vec<BlockSaved>) {
         let mut kept = Vec::new();
-        for (i, block) in self.blocks.iter().enumerate() {
+        for i in self.stage.layers.clone() {
+            let block = &self.blocks[i];
             let _span = trace::span(Category::Layer, "layer", "layer tokens", || [i, x.rows()]);
             let _of_gpu = traced::span(self.device, "layer", "layer tokens", || [i, x.rows()]);
             let unit = w.unit(self.units[i]);
@@ -262,12 +319,18 @@ impl Transformer {
                 keep,
             ));
         }
-        let (mut hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), &x);
+        (x, kept)
+    }
+
+    /// The hidden state after the final norm of `x`, and 1 / rms of `x`.
+    fn normed(&self, w: &Weights, x: &Tensor) -> (Tensor, Tensor) {
+        let (mut hidden, rstd) = self.norm.forward(&w.unit(self.last_unit()), x);
         scale::by(self.hidden_scale(w), &mut hidden);
-        (hidden, (x, rstd), kept)
+        (hidden, rstd)
     }
 
     /// Adds the gradient of every parameter below the head, given the gradient `dhidden` (t, d) of the forward's result.
+    /// On several stages this is the last one.
     ///
     /// # Panics
     /// If no forward has filled `saved`.
@@ -282,7 +345,6 @@ impl Transformer {
         scale::by(self.hidden_scale(w), &mut dhidden);
         let (x, rstd) = saved.last.take().expect("a forward has filled `saved`");
         let mut dx = x.zeros_like(x.rows(), x.width());
-        let packed = &Packed::from(cu_seqlens);
         let positions = &Indices::on(x.device(), &saved.positions);
         let last = self.last_unit();
         grads.begin(last);
@@ -292,7 +354,22 @@ impl Transformer {
         drop(unit);
         grads.finish(last);
         drop((x, dhidden));
-        for (i, (block, kept)) in self.blocks.iter().zip(saved.blocks.drain(..)).enumerate().rev() {
+        self.backward_layers(w, saved, cu_seqlens, dx, grads);
+    }
+
+    /// The same on a stage that is not the last: the gradient comes from the next stage.
+    pub fn backward_stage(&self, w: &Weights, saved: Saved, cu_seqlens: &[usize], grads: &mut Gradients) {
+        let dx = self.stage.links.receive(Way::Backward, self.device, saved.tokens.len(), self.arch.width);
+        self.backward_layers(w, saved, cu_seqlens, dx, grads);
+    }
+
+    /// Adds the gradients of this stage's layers, given that of their output. Sends the gradient of their input to the
+    /// stage before, or adds that of the embedding.
+    fn backward_layers(&self, w: &Weights, saved: Saved, cu_seqlens: &[usize], mut dx: Tensor, grads: &mut Gradients) {
+        let packed = &Packed::from(cu_seqlens);
+        let positions = &Indices::on(dx.device(), &saved.positions);
+        for (i, kept) in self.stage.layers.clone().zip(saved.blocks).rev() {
+            let block = &self.blocks[i];
             let _span = trace::span(Category::Layer, "layer backward", "layer tokens", || [i, dx.rows()]);
             let _of_gpu = traced::span(self.device, "layer backward", "layer tokens", || [i, dx.rows()]);
             let unit = self.units[i];
@@ -304,6 +381,9 @@ impl Transformer {
             (unit + 1..=last).rev().chain([before]).for_each(|unit| w.prefetch(unit));
             block.backward(self.context(w, &values, positions), packed, kept, &mut dx, grads);
             grads.finish(unit);
+        }
+        if !self.stage.is_first() {
+            return self.stage.links.send(Way::Backward, dx, usize::MAX);
         }
         grads.begin(EMBEDDING);
         if !self.embedding.is_frozen {

@@ -243,7 +243,10 @@ impl Weights {
     /// How to gather a unit on use, unless all of it is here that this rank computes. A unit of frozen parameters alone has
     /// nothing to gather.
     fn gathered_on_use(&self, unit: usize) -> Option<&Gathered> {
-        let is_gathered = |gathered: &&Gathered| gathered.on_use && gathered.partition.shares(unit).len() > 1;
+        let is_gathered = |gathered: &&Gathered| {
+            let partition = &gathered.partition;
+            gathered.on_use && partition.shares(unit).len() > 1 && partition.is_here(unit)
+        };
         self.gathered.as_ref().filter(is_gathered).filter(|_| !self.table.units()[unit].is_empty())
     }
 
@@ -447,7 +450,7 @@ impl Weights {
     /// Starts to all-gather a unit in the background after each rank has updated its own range of it (stages 1 and 2).
     /// The unit is not available until `finish_update`.
     pub fn all_gather(&mut self, unit: usize, shards: &Shards) {
-        if !shards.optimizer() || shards.weights() || self.table.units()[unit].is_empty() {
+        if !shards.optimizer() || shards.weights() || shards.partition.shared(unit).is_empty() {
             return;
         }
         let absent = UnitValues::absent(&self.table, unit, self.dtype);

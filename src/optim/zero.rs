@@ -112,30 +112,44 @@ impl Zero {
     }
 
     /// The global norm of a gradient, of which `own(unit)` are this rank's sums, and its clip factor: 1 unless the norm
-    /// is above the limit. The partition is over the ranks of `zero`. The ranks of `tensor` hold other parts of the
-    /// same parameters. The norm is bit-identical for any number of ranks, given equal gradients. A collective.
-    pub fn measure<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group, tensor: &Group) -> (f64, f32) {
-        let mut square = [self.square(own, zero)];
+    /// is above the limit. The partition is over the ranks of `zero`. The ranks of `pipeline` hold other units, those of
+    /// `tensor` other parts of the same parameters. The norm is bit-identical for any number of ranks, given equal
+    /// gradients. A collective.
+    pub fn measure<'a>(
+        &self,
+        own: impl Fn(usize) -> Slice<'a>,
+        zero: &Group,
+        pipeline: &Group,
+        tensor: &Group,
+    ) -> (f64, f32) {
+        let squares = self.squares(own, zero);
+        let mut square = [if pipeline.size() == 1 {
+            squares.iter().sum()
+        } else {
+            // Stages hold the units in order.
+            pipeline.all_gather_numbers(&squares).iter().flatten().sum::<f64>()
+        }];
         tensor.all_reduce_sum_f64(&mut square);
         let (norm, limit) = (square[0].sqrt(), self.config.clip_norm);
         let clips = limit > 0.0 && norm > limit;
         (norm, if clips { (limit / (norm + 1e-6)) as f32 } else { 1.0 })
     }
 
-    /// Sum of squares over the ranks of the partition: f64 sums of whole blocks, added in the order of units and blocks.
-    fn square<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group) -> f64 {
+    /// Sums of squares over the ranks of the partition: f64 sums of whole blocks, in the order of units and blocks.
+    fn squares<'a>(&self, own: impl Fn(usize) -> Slice<'a>, zero: &Group) -> Vec<f64> {
         let partition = &self.partition;
-        let units: Vec<_> = (0..partition.units()).map(|u| (own(u), self.copies[u].as_slice())).collect();
+        let counted = || (0..partition.units()).filter(|u| partition.is_counted(*u));
+        let units: Vec<_> = counted().map(|u| (own(u), self.copies[u].as_slice())).collect();
         let mine = blocks(&units);
         if partition.ranks() == 1 || zero.is_null() {
-            return mine.iter().sum();
+            return mine;
         }
         let all = zero.all_gather_numbers(&mine);
         let mut of_ranks: Vec<_> = all.iter().map(|squares| squares.iter()).collect();
-        let mut sum = 0.0;
-        for u in 0..partition.units() {
+        let mut sum = Vec::with_capacity(all.iter().map(Vec::len).sum());
+        for u in counted() {
             for (squares, cut) in of_ranks.iter_mut().zip(partition.cuts(u)) {
-                squares.by_ref().take(cut.len().div_ceil(BLOCK)).for_each(|square| sum += square);
+                squares.by_ref().take(cut.len().div_ceil(BLOCK)).for_each(|square| sum.push(*square));
             }
         }
         sum
@@ -366,7 +380,7 @@ mod tests {
         let mut state = Zero::new([Device::Cpu; 2], &config, Arc::new(Partition::whole(&[0..2, 2..4])), &[], false);
         let mut params = [1.0, 2.0, 3.0, 4.0];
         let grads = [3.0, 0.0, 4.0, 0.0];
-        let (norm, clip_scale) = state.measure(|u| Slice::F32(&grads[2 * u..2 * u + 2]), &alone, &alone);
+        let (norm, clip_scale) = state.measure(|u| Slice::F32(&grads[2 * u..2 * u + 2]), &alone, &alone, &alone);
         assert_eq!(norm, 5.0);
         assert!((clip_scale - 0.2).abs() < 1e-6);
         let update = state.begin(0.1, clip_scale);
@@ -378,7 +392,7 @@ mod tests {
         assert!((first(Vector::Second, 1) - 0.05 * 0.64).abs() < 1e-6);
         // The first update of Adam is lr in the gradient's direction, and the decay is lr x decay x p.
         assert!((params[0] - (1.0 - 0.1 - 0.01)).abs() < 1e-5 && (params[1] - (2.0 - 0.02)).abs() < 1e-6);
-        assert!(state.measure(|_| Slice::F32(&[f32::NAN, 0.0]), &alone, &alone).0.is_nan());
+        assert!(state.measure(|_| Slice::F32(&[f32::NAN, 0.0]), &alone, &alone, &alone).0.is_nan());
     }
 
     #[test]
@@ -392,7 +406,7 @@ mod tests {
         let alone = Group::one();
         let of = |range: &Range<usize>| own[range.clone()].iter().map(|x| f64::from(x * x)).sum::<f64>();
         let want = of(&(0..own.len())) - 0.75 * of(&copied[0].0) - 0.5 * of(&copied[1].0);
-        let (norm, _) = state.measure(|u| Slice::F32(&own[units[u].clone()]), &alone, &alone);
+        let (norm, _) = state.measure(|u| Slice::F32(&own[units[u].clone()]), &alone, &alone, &alone);
         assert!((norm - want.sqrt()).abs() < 1e-9 * norm, "{norm} against {}", want.sqrt());
     }
 }

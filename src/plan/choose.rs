@@ -3,9 +3,9 @@
 //! Axes that the job sets are used as they are. For `"auto"` axes every legal layout is tried.
 //!
 //! - On GPUs, the layout with the fastest predicted step that fits is chosen. Within 2 % of it, the choice is the
-//!   layout with the fewest tensor ranks, then the least swapping, then the lowest ZeRO stage.
+//!   layout with the fewest stages, then the fewest tensor ranks, then the least swapping, then the lowest ZeRO stage.
 //! - On CPUs, predictions depend on the other load of the machine, and every start of a job must choose the same
-//!   layout. The choice is the layout with the fewest tensor ranks and the lowest stage that fits.
+//!   layout. The choice is the layout with the fewest tensor ranks and the lowest stage that fits, on one pipeline stage.
 //!
 //! `gradient.recompute = "auto"` is the least recomputation that fits: on GPUs in the layout that is chosen with full
 //! recomputation, on CPUs in any layout.
@@ -19,6 +19,7 @@ use super::rows::Origin;
 use super::time::{Stage, Time};
 use crate::config::job::Recompute;
 use crate::config::mesh::{Auto, Offload, RoleName};
+use crate::config::model::Quantize;
 use crate::config::optim::GradientOrder;
 use crate::device::{self, cpu::pool::pool};
 use crate::error::Result;
@@ -29,6 +30,10 @@ use std::ops::Range;
 
 /// The ratio below which predictions count as equal.
 const TIE: f64 = 1.02;
+/// The most pipeline stages that are tried.
+const STAGES_MAX: usize = 16;
+/// The highest ZeRO stage that is tried with several pipeline stages: stage 3 gathers all weights for each micro-batch.
+const ZERO_OF_STAGES: usize = 2;
 /// The number of runners-up that are kept.
 const SHOWN: usize = 6;
 
@@ -333,7 +338,7 @@ pub fn is_legal(job: &Job, tensor: usize) -> bool {
 /// Every layout that the job's axes and heads allow.
 pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let mesh = &job.config.mesh;
-    let (sequence, pipeline) = (fixed(mesh.sequence).unwrap_or(1), fixed(mesh.pipeline).unwrap_or(1));
+    let sequence = fixed(mesh.sequence).unwrap_or(1);
     // Parts of a placement have the same tensor and sequence axes.
     let smallest = job.parts(world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let exact = job.config.gradient.order == GradientOrder::Fixed;
@@ -343,9 +348,11 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         None => divisors(smallest).filter(|t| is_legal(job, *t)).collect(),
     };
     let mut found = Vec::new();
-    for &tensor in &tensors {
+    let both = tensors.iter().flat_map(|tensor| pipelines(job, *tensor, smallest, device).map(move |p| (*tensor, p)));
+    for (tensor, pipeline) in both {
         let rest = sequence * pipeline * tensor;
-        if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(job, tensor) {
+        let has_layers = job.archs.0.iter().all(|(.., arch)| arch.check_pipeline(pipeline).is_ok());
+        if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(job, tensor) || !has_layers {
             continue;
         }
         let data = world / rest;
@@ -358,13 +365,30 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         if !parts.iter().all(|(_, ranks)| fits(ranks.len())) {
             continue;
         }
-        for zero in stages(job, data * sequence) {
+        for zero in stages(job, data * sequence).into_iter().filter(|zero| pipeline == 1 || *zero <= ZERO_OF_STAGES) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
                 found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::from_offload(&job.config.mesh.offload) });
             }
         }
     }
     if found.is_empty() { Err(refuse::no_layout(job, world, smallest)) } else { Ok(found) }
+}
+
+/// The numbers of pipeline stages that are tried with `tensor` ranks for each matrix. On GPUs these are the powers of two,
+/// within a node's tensor ranks.
+fn pipelines(job: &Job, tensor: usize, ranks: usize, device: &Device) -> impl Iterator<Item = usize> + use<> {
+    let config = job.config;
+    let is_one = device.is_cpu()
+        || config.gradient.order == GradientOrder::Fixed
+        || config.model.quantize != Quantize::None
+        || job.shape.trained == 0
+        || tensor > device.ranks_per_node;
+    let all = match fixed(config.mesh.pipeline) {
+        Some(n) => vec![n],
+        None if is_one => vec![1],
+        None => divisors(ranks).filter(|p| p.is_power_of_two() && *p <= STAGES_MAX).collect(),
+    };
+    all.into_iter()
 }
 
 fn stages(job: &Job, ranks: usize) -> Vec<usize> {
@@ -399,10 +423,10 @@ fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
 }
 
 /// The order among layouts of equal speed.
-fn plainness(candidate: &Candidate) -> (usize, Swap, usize, bool, usize) {
+fn plainness(candidate: &Candidate) -> (usize, usize, Swap, usize, bool, usize) {
     let layout = candidate.layout();
     let Layout { mesh, zero, rollout_tensor, swap } = *layout;
-    (mesh.tensor, swap, zero, rollout_tensor != mesh.tensor, rollout_tensor)
+    (mesh.pipeline, mesh.tensor, swap, zero, rollout_tensor != mesh.tensor, rollout_tensor)
 }
 
 fn best(fitting: &[Candidate], device: &Device) -> Option<usize> {
@@ -411,9 +435,9 @@ fn best(fitting: &[Candidate], device: &Device) -> Option<usize> {
     (0..fitting.len()).filter(|&i| close(&fitting[i])).min_by_key(|&i| plainness(&fitting[i]))
 }
 
-/// The best of each other (tensor, zero); layouts that fit are first.
+/// The best of each other (tensor, pipeline, zero); layouts that fit are first.
 fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidate>) -> Vec<RunnerUp> {
-    let axes = |c: &Candidate| (c.layout().mesh.tensor, c.layout().zero);
+    let axes = |c: &Candidate| (c.layout().mesh.tensor, c.layout().mesh.pipeline, c.layout().zero);
     let mut seen = vec![axes(chosen)];
     let mut found = Vec::new();
     let mut fitting = fitting;
@@ -441,8 +465,10 @@ fn runners_up(chosen: &Candidate, fitting: Vec<Candidate>, misfits: Vec<Candidat
 
 /// The first property that ranks `other` after `than` among layouts of equal speed.
 fn less_plain(other: &Candidate, than: &Candidate) -> &'static str {
-    let ((tensor, swap, zero, ..), (tensor_of, swap_of, zero_of, ..)) = (plainness(other), plainness(than));
+    let ((stages, tensor, swap, zero, ..), (stages_of, tensor_of, swap_of, zero_of, ..)) =
+        (plainness(other), plainness(than));
     match () {
+        () if stages > stages_of => "more pipeline stages",
         () if tensor > tensor_of => "more tensor ranks",
         () if swap > swap_of => "more offloading to host memory",
         () if zero > zero_of => "a higher ZeRO stage",

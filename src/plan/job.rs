@@ -102,6 +102,15 @@ impl<'a> Job<'a> {
         chunks.iter().map(|own| own.iter().flat_map(|chunk| &chunk.microbatches).map(of).collect()).collect()
     }
 
+    /// The mean number of micro-batches of an update, and of all samples of a step.
+    pub fn microbatches(&self, mesh: &Mesh) -> [f64; 2] {
+        let training = self.training(mesh);
+        let all: usize = training.iter().map(|ranks| ranks.first().map_or(0, Vec::len)).sum();
+        let of_update = all as f64 / training.len().max(1) as f64;
+        let samples = (self.shape.rows * self.shape.samples_per_row) as f64;
+        [of_update.max(1.0), (of_update * samples / self.shape.minibatch.max(1) as f64).max(1.0)]
+    }
+
     /// The first of the data ranks that have the fullest micro-batch.
     pub fn fullest_rank(&self, mesh: &Mesh) -> usize {
         let training = self.training(mesh);

@@ -88,6 +88,14 @@ pub struct KvCache {
     pub bytes_wanted: usize,
 }
 
+/// The stages of a pipeline that are counted, by their number: the bytes of a rank at its peak, and the seconds of a step
+/// without the wait for other stages.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Stages {
+    pub bytes: Vec<(usize, f64)>,
+    pub seconds: Vec<(usize, f64)>,
+}
+
 /// The memory of one rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
@@ -102,6 +110,8 @@ pub struct Memory {
     pub kv: Option<KvCache>,
     /// The most bytes of pinned host memory at once, or of memory-mapped files.
     pub host: usize,
+    /// The counted stages of a pipeline.
+    pub stages: Stages,
     pub fits: bool,
     /// The error that stopped the job's steps.
     pub failed: Option<Error>,
@@ -134,7 +144,7 @@ impl Memory {
         let within = arena_max == 0 || arena as u64 <= arena_max;
         let fits = failed.is_none() && within && in_use as u64 <= device.memory_bytes;
         let (kv, host, limit) = (record.cache.map(KvCache::from_cache), record.host, limit.min(device.memory_bytes));
-        Self { peaks, resident, arena, limit, kv, host, fits, failed }
+        Self { peaks, resident, arena, limit, kv, host, stages: Stages::default(), fits, failed }
     }
 
     /// The fullest moment of all.

@@ -2,7 +2,7 @@
 
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
-use super::memory::Memory;
+use super::memory::{Memory, Stages};
 use super::time::Time;
 use crate::comm::abort;
 use crate::config::mesh::{Placement, RoleName};
@@ -17,8 +17,38 @@ use crate::train::{self, Planned, PlannedGpu};
 /// The least number of steps on CPUs, because the free lists of one step are reused in the next.
 const STEPS_MIN: usize = 2;
 
-/// Memory and time of the fullest of the ranks that have `roles`.
+/// Memory and time of the fullest of the ranks that have `roles`. On a pipeline these are the memory of the fullest stage,
+/// and the time of the slowest one with the wait for the others.
 pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) -> (Memory, Time) {
+    let stages = layout.mesh.pipeline;
+    let counted: Vec<(usize, (Memory, Time))> =
+        stages_looked_at(stages).map(|stage| (stage, count_stage(job, layout, device, roles, stage))).collect();
+    let of_stages =
+        |of: &dyn Fn(&(Memory, Time)) -> f64| counted.iter().map(|(stage, all)| (*stage, of(all))).collect();
+    let (bytes, seconds) =
+        (of_stages(&|(memory, _)| memory.peak().1.bytes as f64), of_stages(&|(_, time)| time.step_s()));
+    let (mut fullest, mut slowest) = (counted[0].1.0.clone(), counted[0].1.1.clone());
+    for (_, (memory, time)) in counted.into_iter().skip(1) {
+        if (memory.fits, fullest.peak().1.bytes) < (fullest.fits, memory.peak().1.bytes) {
+            fullest = memory;
+        }
+        if time.step_s() > slowest.step_s() {
+            slowest = time;
+        }
+    }
+    if stages > 1 {
+        fullest.stages = Stages { bytes, seconds };
+        slowest.wait_for_stages(stages, job.microbatches(&layout.mesh));
+    }
+    (fullest, slowest)
+}
+
+/// The stages of `count` that are counted: those with the most activations, with the embedding or with the head.
+fn stages_looked_at(count: usize) -> impl Iterator<Item = usize> {
+    (0..count).filter(move |stage| count <= 4 || [0, 1, count - 1].contains(stage))
+}
+
+fn count_stage(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName], stage: usize) -> (Memory, Time) {
     let part = TensorPart::fullest(job.archs.actor(), layout.mesh.tensor).rank;
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());
@@ -33,7 +63,10 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
         config: job.config,
         archs: job.archs,
         placements: placements(job, layout, &parts),
-        rank: start + job.fullest_rank(&layout.mesh) * stride + part,
+        rank: start
+            + job.fullest_rank(&layout.mesh) * stride
+            + stage * layout.mesh.sequence * layout.mesh.tensor
+            + part,
         rows: job.rows.drawn.iter().map(data).collect(),
         eval: job.rows.evaluated.iter().map(data).collect(),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,

@@ -36,7 +36,7 @@ pub fn check_cuts(
     archs: &Archs,
     roles: &[RoleName],
     ranks: usize,
-    [tensor, sequence, expert, rollout]: [usize; 4],
+    [tensor, sequence, expert, rollout, pipeline]: [usize; 5],
 ) -> Result<()> {
     let divides = |size: usize| ranks.is_multiple_of(size * sequence);
     for (role, _, arch) in archs.0.iter().filter(|(role, ..)| roles.contains(role)) {
@@ -47,6 +47,9 @@ pub fn check_cuts(
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
         arch.check_expert(expert, *role == RoleName::Actor)
             .map_err(|error| Error { message: format!("mesh.{} ({name})", error.message), ..error })?;
+        if *role != RoleName::Rollout {
+            arch.check_pipeline(pipeline).map_err(|error| error.within(name))?;
+        }
         if matches!(role, RoleName::Actor | RoleName::Rollout) {
             arch.check_tensor_where(rollout, |size| ranks.is_multiple_of(size))
                 .map_err(|error| Error { message: format!("rollout.{}", error.message), ..error })?;
@@ -59,9 +62,10 @@ pub fn check_cuts(
 /// have to themselves.
 pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let (mesh, rollout) = (&job.config.mesh, &job.config.rollout);
-    let [tensor, sequence, of_rollout] =
-        [mesh.tensor, mesh.sequence, rollout.tensor].map(|axis| fixed(axis).unwrap_or(1));
-    let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, [tensor, sequence, mesh.expert, of_rollout]);
+    let [tensor, sequence, pipeline, of_rollout] =
+        [mesh.tensor, mesh.sequence, mesh.pipeline, rollout.tensor].map(|axis| fixed(axis).unwrap_or(1));
+    let cuts = [tensor, sequence, mesh.expert, of_rollout, pipeline];
+    let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, cuts);
     if let Err(error) = cuts.and_then(|()| rollout.layout(&Mesh::data_only(smallest)).map(drop)) {
         return error;
     }

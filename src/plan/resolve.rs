@@ -46,7 +46,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let ranks: usize = placements.iter().map(|placement| placement.ranks.len()).sum();
     // Errors about the job's own axes are reported before errors of the plan.
     let named = placements.iter().try_for_each(|placement| axes.resolve(placement.ranks.len()).map(drop));
-    let is_open = ranks > 1 && (axes.tensor == Auto::Auto || axes.zero == Auto::Auto);
+    let is_open = ranks > 1 && [axes.tensor, axes.pipeline, axes.zero].contains(&Auto::Auto);
     let archs = train::planned_archs(config, None)?;
     let asked = config;
     let mut config = microbatch::resolved(asked, &archs, ranks, device);
@@ -73,6 +73,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
     let chosen = choice.map(|choice| *choice.chosen.layout());
     if let Some(chosen) = chosen.filter(|_| is_open) {
         (axes.tensor, axes.zero) = (Auto::Is(chosen.mesh.tensor), Auto::Is(chosen.zero));
+        axes.pipeline = Auto::Is(chosen.mesh.pipeline);
     }
     let swap = chosen.map_or_else(|| Swap::from_offload(&config.mesh.offload), |chosen| chosen.swap);
     let chosen = chosen.filter(|_| !device.is_cpu() && config.rollout.tensor == Auto::Auto);
@@ -84,7 +85,7 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
         let samples = [RoleName::Actor, RoleName::Rollout].iter().any(|role| placement.roles.contains(role));
         let rollout = if samples { wanted.layout(&mesh)? } else { mesh };
-        let cuts = [mesh.tensor, mesh.sequence, mesh.expert, rollout.tensor];
+        let cuts = [mesh.tensor, mesh.sequence, mesh.expert, rollout.tensor, mesh.pipeline];
         check_cuts(&archs, &placement.roles, placement.ranks.len(), cuts)?;
         Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
     };

@@ -216,6 +216,14 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
         let _ = write!(text, "; resident with memory kept for reuse: {}", format_bytes(memory.resident as u64));
     }
     wrap(out, "", &text);
+    if !memory.stages.bytes.is_empty() {
+        let of = |(i, bytes): &(usize, f64)| format!("stage {i} {}", format_bytes(*bytes as u64));
+        let all: Vec<String> = memory.stages.bytes.iter().map(of).collect();
+        wrap(out, "", &format!("the table has the fullest stage: {}", all.join(", ")));
+        let of = |(i, seconds): &(usize, f64)| format!("stage {i} {seconds:.3} s");
+        let all: Vec<String> = memory.stages.seconds.iter().map(of).collect();
+        wrap(out, "", &format!("a step without the wait for other stages: {}", all.join(", ")));
+    }
     if let Some(kv) = memory.kv {
         let KvCache { token_bytes, samples, at_once, batches, bytes_wanted, .. } = kv;
         let (token_bytes, plural) = (grouped(token_bytes as u64), if batches == 1 { "" } else { "es" });
@@ -242,7 +250,7 @@ fn time(out: &mut String, job: &Job, choice: &Choice, device: &Device) {
     let whole = chosen.step_s();
     for stage in Stage::ALL {
         let seconds = chosen.seconds_of(stage);
-        if seconds == 0.0 && matches!(stage, Stage::Swapping) {
+        if seconds == 0.0 && matches!(stage, Stage::Swapping | Stage::Bubble) {
             continue;
         }
         let floor = chosen.floor_of(stage);
@@ -303,7 +311,13 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
     line(out, format!("{:<42} {titles}", "part"));
     for part in &placed.time.parts {
         let Part { stage, name, work, bound, peak, efficiency, busy_s, seconds, .. } = part;
-        let peak = if *bound == "flops" { describe_flops(*peak) } else { format!("{} GB/s", rate(*peak)) };
+        let peak = if *bound == "stages" {
+            "-".to_string()
+        } else if *bound == "flops" {
+            describe_flops(*peak)
+        } else {
+            format!("{} GB/s", rate(*peak))
+        };
         let (flops, bytes) = (amount(work.flops, ""), amount(work.bytes, "B"));
         let mut name = format!("{}: {name}", short(*stage));
         if name.chars().count() > NAME {
@@ -318,6 +332,7 @@ fn arithmetic(out: &mut String, choice: &Choice, placed: &Placed) {
 fn short(stage: Stage) -> &'static str {
     match stage {
         Stage::Exposed => "comm",
+        Stage::Bubble => "bubble",
         Stage::Swapping => "host",
         Stage::Scoring => "score",
         Stage::Training => "train",
@@ -414,6 +429,7 @@ fn placed(placed: &Placed) -> Value {
         },
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
+            "stages": placed.memory.stages,
             "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv, "host_bytes": placed.memory.host,
         },
         "parts": placed.time.parts.iter().map(|part| json!({

@@ -19,14 +19,17 @@ pub enum Stage {
     Exposed,
     /// Between the device's memory and the host's.
     Swapping,
+    /// The wait for other stages of a pipeline, at the start and the end of an update.
+    Bubble,
 }
 
 impl Stage {
-    pub const ALL: [Self; 6] =
-        [Self::Prefill, Self::Decode, Self::Scoring, Self::Training, Self::Exposed, Self::Swapping];
+    pub const ALL: [Self; 7] =
+        [Self::Prefill, Self::Decode, Self::Scoring, Self::Training, Self::Exposed, Self::Swapping, Self::Bubble];
 
     pub fn name(self) -> &'static str {
-        ["prefill", "decode", "scoring", "training", "communication exposed", "host memory"][self as usize]
+        ["prefill", "decode", "scoring", "training", "communication exposed", "host memory", "pipeline bubble"]
+            [self as usize]
     }
 
     /// The stage of a phase's computation; none for phases outside of a step.
@@ -70,6 +73,8 @@ pub struct Time {
     pub round_s: f64,
     /// The seconds of an evaluation.
     pub evaluation_s: f64,
+    /// The seconds of micro-batches in training and in scoring, without the optimizer and the sums of gradients.
+    of_microbatches: [f64; 2],
 }
 
 impl Time {
@@ -81,9 +86,42 @@ impl Time {
         };
         let round_s = seconds(&parts, |phase| Stage::from_phase(phase) != Some(Stage::Training));
         let evaluation_s = seconds(&self::parts(&record.evaluation, 1.0, device), |_| true);
+        let is_of_microbatch = |task: &Task| {
+            let is_gradient = |over: Over| over.axis == "zero" || over.axis == "expert replicas";
+            task.op != null::OPTIMIZER && task.op != null::OFFLOAD && !task.over.is_some_and(is_gradient)
+        };
+        let of_microbatches = [Phase::Train, Phase::Score].map(|phase| -> f64 {
+            let own = parts.iter().filter(|(task, _)| task.phase == phase && is_of_microbatch(task));
+            own.map(|(_, part)| part.seconds).sum()
+        });
         let mut parts: Vec<Part> = parts.into_iter().map(|(_, part)| part).filter(|part| part.busy_s > 0.0).collect();
         parts.sort_by_key(|part| part.stage);
-        Self { parts, tokens, round_s, evaluation_s }
+        Self { parts, tokens, round_s, evaluation_s, of_microbatches }
+    }
+
+    /// Adds the wait for the other of `stages` stages: the time of p - 1 of the micro-batches, whose number is m in an
+    /// update and in a pass that scores all samples.
+    pub(super) fn wait_for_stages(&mut self, stages: usize, [update, scoring]: [f64; 2]) {
+        let [train, score] = self.of_microbatches;
+        for (name, seconds, count) in [("train", train, update), ("score", score, scoring)] {
+            let seconds = seconds * (stages - 1) as f64 / count;
+            if seconds > 0.0 {
+                let name = format!("{name}: {} of {count:.0} micro-batches", stages - 1);
+                let (work, bound) = (Work::default(), "stages");
+                let (stage, floor_s, busy_s) = (Stage::Bubble, seconds, seconds);
+                self.parts.push(Part {
+                    stage,
+                    name,
+                    work,
+                    bound,
+                    peak: 0.0,
+                    floor_s,
+                    efficiency: 1.0,
+                    busy_s,
+                    seconds,
+                });
+            }
+        }
     }
 
     pub fn of_stage(&self, stage: Stage) -> f64 {
@@ -159,7 +197,7 @@ fn part(task: &Task, stage: Stage, work: Work, device: &Device) -> Part {
 /// A collective. All of a group's ranks in a node forward data to another node. If each rank sends only to the next,
 /// one rank's link to the other node carries it, and each message waits for it.
 fn moved(task: &Task, over: &Over, work: Work, device: &Device) -> Part {
-    let (members, is_ring) = (over.members, task.op == "shift");
+    let (members, is_ring) = (over.members, ["shift", "send"].contains(&task.op));
     let per_node = (device.ranks_per_node / over.stride).clamp(1, members);
     let (ways, between) = if is_ring {
         (1.0, if members > per_node { 1.0 } else { 0.0 })

@@ -101,7 +101,8 @@ fn write(run: &Run, actor: &Role, out: &Path) -> Result<()> {
         let begin = || Export::begin_adapter(out, &config, tuning, &params, &own, dtype, arch.wrapper.is_some());
         return collected(is_first, begin, |take| collect(arch, weights, &run.ranks.axes, take));
     }
-    if run.ranks.axes.tensor.size() == 1 && !weights.is_sharded() {
+    let is_whole = run.ranks.axes.tensor.size() == 1 && run.ranks.axes.pipeline.size() == 1;
+    if is_whole && !weights.is_sharded() {
         let all = || export::export(out, &described(run, actor)?, weights, dtype, Some(&actor.dir));
         return if is_first { all() } else { Ok(()) };
     }

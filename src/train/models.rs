@@ -3,7 +3,7 @@
 use super::saved::{self, Saved};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
-use crate::config::mesh::RoleName;
+use crate::config::mesh::{Auto, RoleName};
 use crate::config::model::Quantize;
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
@@ -268,6 +268,12 @@ pub fn tune(config: &Config, all: &mut [JobModel]) -> Result<()> {
         all.iter().zip(&tunings).filter(|(_, tuning)| tuning.is_some()).map(|(m, _)| m.spec.base()).collect();
     let is_quantized = config.model.quantize == Quantize::Nf4;
     for (model, tuning) in all.iter_mut().zip(tunings) {
+        if is_quantized && matches!(config.mesh.pipeline, Auto::Is(stages) if stages > 1) {
+            return Err(Error::usage(
+                "model.quantize = \"nf4\" does not support mesh.pipeline, as codes are not sent from stage to stage",
+            )
+            .hint("set mesh.pipeline = 1: a base in nf4 rarely needs stages"));
+        }
         if is_quantized && tuning.is_none() && model.spec.optim.is_some() {
             return Err(Error::usage(format!(
                 "model.quantize = \"nf4\" needs frozen weights, but all of the {} trains",

@@ -15,7 +15,7 @@ use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
-use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role, role, routing};
+use crate::learn::{HeadPass, Learner, MicroBatch, Objective, Pass, Role, head_pass, role, routing, schedule};
 use crate::metrics::eval_rows::{EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
 use crate::metrics::{Phase, Phases};
@@ -188,7 +188,7 @@ impl<M: Method> Job for Supervised<M> {
         let sequences = rows.iter().flat_map(Row::sequences).chain(texts.iter().flat_map(Row::sequences));
         step.lengths = sequences.collect();
         let mut all = named(numbers);
-        all.extend(routing::metrics(&learner.routers));
+        all.extend(routing::metrics(&learner.measured).into_iter().chain(schedule::metrics(&learner.measured)));
         all.extend(named([
             (keys::GRAD_NORM, learner.report.grad_norm),
             (keys::LR, learner.report.lr),
@@ -367,10 +367,11 @@ pub fn evaluate<T: Serialize + DeserializeOwned>(
     tokens_max: usize,
     measure: impl FnMut(&MicroBatch) -> Vec<T>,
 ) -> Result<Vec<T>> {
-    records::gather(&run.ranks.axes.zero, &evaluate_share(run, role, rows, tokens_max, measure)?)
+    let (axes, mine) = (&run.ranks.axes, evaluate_share(run, role, rows, tokens_max, measure)?);
+    axes.of_last_stage(|| records::gather(&axes.zero, &mine))
 }
 
-/// The same for this rank's share.
+/// The same for this rank's share, on the last stage. Other stages have no results.
 pub fn evaluate_share<T>(
     run: &Run,
     role: &Role,
@@ -382,13 +383,19 @@ pub fn evaluate_share<T>(
     let tokens_max = tokens_max * axes.sequence.size();
     let plan = balance::plan(&rows.lengths(), axes.data.size(), tokens_max, &Cost::from_arch(role.arch()));
     let mut mine = Vec::new();
-    for chosen in &plan[axes.data.rank()] {
-        if run.stop_requested() {
+    // Every rank waits for all others to ask, so stages that follow each other ask less often.
+    let between = if axes.pipeline.size() > 1 { 4 * axes.pipeline.size() } else { 1 };
+    for (i, chosen) in plan[axes.data.rank()].iter().enumerate() {
+        if i.is_multiple_of(between) && run.stop_requested() {
             return Err(Error::new(Kind::Stopped, "stopped during the evaluation"));
         }
         let whole = rows.pack(chosen);
         let own = whole.shard(&axes.sequence);
-        mine.extend(measure(&MicroBatch { rows: chosen, whole: &whole, own: &own }));
+        if role.transformer.is_last_stage() {
+            mine.extend(measure(&MicroBatch { rows: chosen, whole: &whole, own: &own }));
+        } else {
+            rows.frozen().into_iter().chain([role]).for_each(|role| head_pass::relay(role, &own));
+        }
     }
     Ok(mine)
 }

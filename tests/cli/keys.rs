@@ -80,7 +80,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     // A key of a later release.
     (&["job.kind=ppp"], &["unknown value `ppp`"], "`ppo`"),
     // Meshes.
-    (&["mesh.pipeline=2"], &["mesh.pipeline must be 1"], "mesh.pipeline = 1"),
+    (
+        &["mesh.pipeline=2"],
+        &["2 pipeline x 1 sequence x 1 tensor needs 2 ranks, but mpirun started 1"],
+        "mesh.pipeline = 1",
+    ),
     (&["mesh.sequence=2"], &["2 sequence x 1 tensor needs 2 ranks, but mpirun started 1"], "mesh.sequence = 1"),
     (&["mesh.tensor=8"], &["8 tensor needs 8 ranks, but mpirun started 1"], "mesh.tensor = 1"),
     (&["mesh.zero=4"], &["mesh.zero must be between 0 and 3"], "mesh.zero = 1"),

@@ -72,7 +72,7 @@ fn the_load_balancing_loss_is_that_of_transformers_over_all_rows_in_any_number_o
             assert!(learner.microbatches.len() >= count, "{name}: {:?}", learner.microbatches);
             learner.sum.finish();
             compare_gradients(name, &golden, "aux.", &learner.sum.grads, 1e-4);
-            let metrics = routing::metrics(&learner.routers);
+            let metrics = routing::metrics(&learner.measured);
             let value = |key: &str| metrics.iter().find(|(name, _)| name == key).expect("it is measured").1;
             let want = f64::from(golden.floats("aux_loss")[0]);
             assert!((value("router_aux_loss") - want).abs() < 1e-5, "{name}: {metrics:?}, not {want}");

@@ -54,6 +54,10 @@ fn exports(world: &World) {
         (experts(n / 2, mesh(1, n / 2, 2)), 1),
         (experts(2, mesh(n, 1, 1)), 3),
         (mesh(1, 1, n), 0),
+        (Mesh { pipeline: 2, ..mesh(n / 2, 1, 1) }, 3),
+        (Mesh { pipeline: 2, ..mesh(1, n / 2, 1) }, 2),
+        (Mesh { pipeline: 2, ..mesh(1, 1, n / 2) }, 0),
+        (experts(2, Mesh { pipeline: 2, ..mesh(n / 2, 1, 1) }), 1),
     ];
     // Embedding and head of the first dense model are sent in several pieces. The last one gets a new head.
     for (family, tied, head, dtype, vocabulary) in [

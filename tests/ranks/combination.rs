@@ -31,7 +31,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Tokens of (prompt, response), heavy-tailed: most are short, a few as long as all others together.
-const LENGTHS: &[(usize, usize)] = &[
+pub const LENGTHS: &[(usize, usize)] = &[
     (3, 1),
     (1, 2),
     (5, 9),
@@ -74,7 +74,7 @@ fn alone(arch: &Arch, config: &Config) -> Left {
     want
 }
 
-fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[usize])]) {
+pub fn compare(world: &World, arch: &Arch, mut config: Config, layouts: &[(Mesh, &[usize])]) {
     let (samples, want) = (samples(LENGTHS), alone(arch, &config));
     let (family, mut largest) = (arch.family.name, 0.0f64);
     for (mesh, stages) in layouts {

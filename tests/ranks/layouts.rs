@@ -193,7 +193,8 @@ pub fn whole(learner: &Learner, what: Vector, axes: &Axes) -> Vec<(String, Vec<f
         sent.extend([start as f64, values.len() as f64]);
         sent.extend(values.iter().map(|&x| f64::from(x)));
     }
-    for ranges in axes.zero.all_gather_numbers(&sent) {
+    let of_stage = axes.zero.all_gather_numbers(&sent).concat();
+    for ranges in axes.pipeline.all_gather_numbers(&of_stage) {
         let mut rest = &ranges[..];
         while let [start, len, after @ ..] = rest {
             let (values, others) = after.split_at(*len as usize);

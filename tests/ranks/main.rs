@@ -14,6 +14,7 @@ mod endings;
 mod layouts;
 #[path = "../models.rs"]
 mod models;
+mod pipeline;
 #[path = "../process.rs"]
 mod process;
 mod relayout;
@@ -54,6 +55,7 @@ fn tests() -> Vec<&'static Test> {
         tensor::TESTS,
         tensor_rollout::TESTS,
         zero::TESTS,
+        pipeline::TESTS,
         reshard::TESTS,
         combination::TESTS,
         relayout::TESTS,

@@ -72,8 +72,16 @@ fn layouts(world: &World) -> Vec<(Option<Axes>, Mesh, usize)> {
         (experts(2, mesh(n / 4, 2, 2)), 2),
         (mesh(n / 4, 1, 4), 3),
         (experts(4, mesh(n, 1, 1)), 1),
+        (Mesh { pipeline: 2, ..mesh(n / 2, 1, 1) }, 3),
+        (Mesh { pipeline: 2, ..mesh(1, n / 2, 1) }, 1),
+        (experts(2, Mesh { pipeline: 2, ..mesh(n / 2, 1, 1) }), 2),
     ];
-    let fewer = [(mesh(half, 1, 1), 3), (mesh(half / 2, 1, 2), 0), (mesh(1, half, 1), 2)];
+    let fewer = [
+        (Mesh { pipeline: half, ..mesh(1, 1, 1) }, 0),
+        (mesh(half, 1, 1), 3),
+        (mesh(half / 2, 1, 2), 0),
+        (mesh(1, half, 1), 2),
+    ];
     let on = |ranks: usize| move |(mesh, stage)| (world.axes_of(0..ranks, &mesh), mesh, stage);
     let mut layouts: Vec<_> = all.into_iter().map(on(n)).chain(fewer.into_iter().map(on(half))).collect();
     layouts.push((Some(Axes::one()), Mesh::data_only(1), 0));

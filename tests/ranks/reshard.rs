@@ -66,7 +66,8 @@ fn moves(world: &World) {
                 let gathered = sampler.gather(&actor, &mut phases);
                 let policy = gathered.model();
                 assert_same(&what, policy.weights, &whole(&model.0, model.1, seed, to));
-                let (sharded, cut) = (actor.weights.is_sharded(), to.size != axes.tensor.size());
+                let sharded = actor.weights.is_sharded() || mesh.pipeline > 1;
+                let cut = to.size != axes.tensor.size();
                 let in_place = std::ptr::eq(policy.weights, std::ptr::from_ref(&actor.weights));
                 assert_eq!(in_place, !sharded && !cut, "{what}");
                 assert_eq!(gathered.moved.is_some(), sharded || cut, "{what}");

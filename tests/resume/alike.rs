@@ -1,6 +1,6 @@
 //! Runs on different numbers of ranks.
 
-use crate::resume::job::{Job, place};
+use crate::resume::job::{Job, place, verb};
 use rlhf_hpc::checkpoint::{SavedVector, newest};
 
 /// A flat vector of the last checkpoint, whatever ranks saved it.
@@ -29,6 +29,30 @@ fn ppo_steps_in_fixed_gradient_order_are_bitwise_equal_on_1_2_and_4_ranks() {
         }
         let start = std::fs::read(place().join("model/model.safetensors")).expect("the model");
         assert!(jobs[0].read("export/model.safetensors") != start, "the run has learned something");
+    }
+}
+
+/// A model of four layers and a head of its own.
+#[test]
+fn a_run_resumes_bitwise_on_any_number_of_stages() {
+    let config = std::fs::read_to_string(place().join("config.json")).expect("it was made");
+    let config = config.replace("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 4");
+    std::fs::write(place().join("deep.json"), config).expect("writes");
+    verb("init --config deep.json --tokenizer tokenizer --out deep");
+    let sets = "model.actor=deep model.critic=deep gradient.order=fixed eval.every_steps=2 checkpoint.every_steps=1";
+    let job = |name: &str| Job::ppo(&format!("stages-{name}")).with(sets);
+    let whole = job("whole").done();
+    let moved = job("moved");
+    let on = |ranks, layout: &str| moved.clone().on(ranks).with(layout);
+    let stopped = on(4, "mesh.pipeline=4").with("checkpoint.max_hours=1e-9").run();
+    stopped.assert(85, &["stopped at step 0 (checkpoint.max_hours reached)"]);
+    for (ranks, layout) in [(2, "mesh.pipeline=2"), (4, "mesh.pipeline=2")] {
+        on(ranks, layout).with("checkpoint.max_hours=1e-9").run().assert(85, &["stopped at step"]);
+    }
+    let moved = on(4, "mesh.pipeline=4").done();
+    moved.assert_same(&whole);
+    for name in ["actor.weights", "actor.m", "actor.v", "critic.weights", "critic.m", "critic.v"] {
+        assert!(bits(&moved, name) == bits(&whole, name), "{name}");
     }
 }
 

@@ -275,7 +275,7 @@ impl Job {
             let of_times = |key: &str| key.contains("time_") || key.ends_with("per_s") || of_rollout(key);
             let is_of_a_start =
                 |key: &str| ["mfu", "restarts", "reshard_bytes"].contains(&key) || key.starts_with("memory_");
-            line.retain(|key, _| !of_times(key) && !is_of_a_start(key));
+            line.retain(|key, _| !of_times(key) && !is_of_a_start(key) && key != "bubble_ratio");
         }
         lines
     }

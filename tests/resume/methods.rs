@@ -61,6 +61,7 @@ const SMOOTH: &str =
 
 /// Axes of two ranks, and every stage of ZeRO.
 const LAYOUTS: &[&str] = &[
+    "mesh.pipeline=2",
     "mesh.data=2 mesh.zero=0",
     "mesh.sequence=2 mesh.zero=1",
     "mesh.tensor=2",
@@ -110,6 +111,7 @@ fn steps_and_evaluations_on_any_layout_have_the_metrics_of_one_rank() {
                     assert!((a - b).abs() <= within * b.abs().max(0.1), "{name}: {key} on {layout}: {a} against {b}");
                 }
             }
+            assert_eq!(job.numbers("bubble_ratio").is_empty(), !layout.contains("pipeline"), "{name} on {layout}");
             let rows = |job: &Job| job.eval_rows().into_values().flatten().map(|row| row.row).collect::<Vec<_>>();
             assert_eq!(rows(&job), rows(&alone), "{name}: rows of evaluations on {layout}");
             assert!(!rows(&alone).is_empty() || kind.contains("teachers"), "{name}");

@@ -22,9 +22,6 @@ const PIECE: usize = 1 << 20;
 /// Calls `take` on the first rank of `axes` with all rows of all parameters of the weights' table, in order. Its
 /// arguments are the index of the parameter in the table and the row-major values of some rows. All ranks of `axes` call
 /// this.
-///
-/// # Panics
-/// If the axes have a pipeline.
 pub fn collect(arch: &Arch, weights: &Weights, axes: &Axes, mut take: impl FnMut(usize, &[f32])) {
     let mut collector = Collector::new(arch, weights, axes);
     for index in 0..weights.table.specs().len() {
@@ -39,14 +36,13 @@ pub struct Collector<'a> {
     /// The tables of all tensor ranks.
     tables: Vec<ParamTable>,
     partitions: Vec<Partition>,
+    /// The stage that counts each unit.
+    stages: Vec<usize>,
     staging: Staging,
 }
 
 impl<'a> Collector<'a> {
-    /// # Panics
-    /// If the axes have a pipeline.
     pub fn new(arch: &Arch, weights: &'a Weights, axes: &'a Axes) -> Self {
-        assert_eq!(axes.pipeline.size(), 1, "pipeline ranks hold different units");
         let size = axes.tensor.size();
         let part = |rank| weights.table.for_part(arch, TensorPart { rank, size });
         let tables: Vec<ParamTable> = (0..size).map(part).collect();
@@ -54,12 +50,13 @@ impl<'a> Collector<'a> {
         let partition =
             |table: &ParamTable| Partition::with_experts(table.units(), table.units_of_experts(), 0, sharing, experts);
         let partitions = tables.iter().map(partition).collect();
-        Self { weights, axes, tables, partitions, staging: Staging::default() }
+        let stages = weights.table.stages_of_units(axes.pipeline.size());
+        Self { weights, axes, tables, partitions, stages, staging: Staging::default() }
     }
 
     /// Calls `take` on the first rank with all rows of parameter `index`, some at a time. All ranks call this.
     pub fn parameter(&mut self, index: usize, mut take: impl FnMut(&[f32])) {
-        let Self { weights, axes, tables, partitions, staging } = self;
+        let Self { weights, axes, tables, partitions, stages, staging } = self;
         let specs: Vec<&ParamSpec> = tables.iter().map(|table| &table.specs()[index]).collect();
         let unit = tables[0].unit_of(ParamId::own(index));
         let (n, width) = specs[0].full_dims();
@@ -67,7 +64,7 @@ impl<'a> Collector<'a> {
         for first in (0..n).step_by(each) {
             let rows = first..(first + each).min(n);
             let takes = takes(&specs, &rows);
-            staging.bring(weights, unit, axes, partitions, &takes);
+            staging.bring(weights, (unit, stages[unit]), axes, partitions, &takes);
             if axes.all.rank() == 0 {
                 take(staging.put_together(weights.dtype(), &takes, &rows, width));
             }
@@ -143,9 +140,22 @@ struct Staging {
 }
 
 impl Staging {
-    /// Sends this rank's values of `takes` to the first rank, which receives the values of all ranks.
-    fn bring(&mut self, weights: &Weights, unit: usize, axes: &Axes, partitions: &[Partition], takes: &[Take]) {
+    /// Sends this rank's values of `takes`, of a unit of a stage, to the first rank, which receives the values of all
+    /// ranks.
+    fn bring(
+        &mut self,
+        weights: &Weights,
+        (unit, stage): (usize, usize),
+        axes: &Axes,
+        partitions: &[Partition],
+        takes: &[Take],
+    ) {
         let (all, size) = (&axes.all, axes.tensor.size());
+        // Sequence ranks are neighbors within a stage.
+        let place = |zero: usize| {
+            let sequence = axes.sequence.size();
+            (zero / sequence * axes.pipeline.size() + stage) * sequence + zero % sequence
+        };
         let words = weights.dtype().bytes() / size_of::<u16>();
         // What each rank sends, in the order of takes and, within one, of flat ranges.
         let mut lens = vec![0; all.size()];
@@ -157,7 +167,7 @@ impl Staging {
             for (zero, cut) in partition.cuts(unit).iter().enumerate() {
                 let part = flat.start.max(start + cut.start)..flat.end.min(start + cut.end);
                 if part.start < part.end {
-                    let rank = zero * size + take.tensor;
+                    let rank = place(zero) * size + take.tensor;
                     pieces.push((i, rank, lens[rank]..lens[rank] + words * part.len()));
                     lens[rank] += words * part.len();
                     own.extend((rank == all.rank()).then_some(part));

@@ -2,7 +2,7 @@
 //! reduced once. With stages 2 and 3 they are sums of this rank's ranges: every unit is reduced after its backward.
 
 use super::partition::{Partition, Shards, Streams};
-use crate::comm::{Axes, Pending};
+use crate::comm::{Axes, Group, Pending};
 use crate::config::optim::GradientOrder;
 use crate::device::cuda::owned_by;
 use crate::model::params::{ParamId, ParamTable};
@@ -223,9 +223,23 @@ impl Gradients {
         let sum = &self.sums[unit];
         match &self.mode {
             Mode::Whole(whole) if !whole.everywhere => sum.slice(self.partition.own_share(unit)),
-            Mode::Whole(_) => sum.slice(0..self.partition.unit(unit).len()),
+            Mode::Whole(_) => sum.slice(0..self.partition.shared(unit).len()),
             Mode::Ranges(_) => sum.all(),
         }
+    }
+
+    /// Adds the sums of the tied embedding, which the first and the last stage both have: the first one's, then the last
+    /// one's. Called after `reduce` by all ranks.
+    pub fn sum_tied(&mut self, tied: &Group) {
+        if !self.table.is_tied() || tied.size() == 1 || self.sums[0].is_empty() {
+            return;
+        }
+        let own = match &self.mode {
+            Mode::Whole(whole) if !whole.everywhere => self.partition.own_share(0),
+            Mode::Whole(_) => 0..self.partition.shared(0).len(),
+            Mode::Ranges(_) => 0..self.sums[0].len(),
+        };
+        tied.sum_slice(self.sums[0].slice_mut(own));
     }
 
     /// Bytes of the sums that stay on this rank.

@@ -2,6 +2,7 @@
 
 use crate::comm::{Axes, Stream};
 use crate::model::params::ParamTable;
+use crate::model::stages::Place;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ pub const BLOCK: usize = 4096;
 /// padding: checkpoints do not depend on the number of ranks.
 ///
 /// All ranks share a unit, in rank order. On an expert axis of X ranks, those with the same rank on it share its part of
-/// a unit of experts, which is one of X equal parts.
+/// a unit of experts, which is one of X equal parts. On a pipeline axis a rank has nothing of the units of other stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     rank: usize,
@@ -35,6 +36,7 @@ struct Part {
     cuts: Vec<Range<usize>>,
     /// The start of this rank's range among its ranges laid end to end.
     at: usize,
+    place: Place,
 }
 
 impl Partition {
@@ -63,7 +65,7 @@ impl Partition {
             let held = rank % parts_of * len..(rank % parts_of + 1) * len;
             let at = own_len;
             own_len += cuts[rank].len();
-            parts.push(Part { flat: unit.clone(), held, at, shares, cuts });
+            parts.push(Part { flat: unit.clone(), held, at, shares, cuts, place: Place::Here });
         }
         Self { rank, ranks, units: parts, own_len }
     }
@@ -71,6 +73,27 @@ impl Partition {
     /// A partition with everything on this rank.
     pub fn whole(units: &[Range<usize>]) -> Self {
         Self::new(units, 0, 1)
+    }
+
+    /// The same on a stage of a pipeline, with the place of each unit.
+    #[must_use]
+    pub fn on_stage(mut self, places: &[Place]) -> Self {
+        self.own_len = 0;
+        for (part, place) in self.units.iter_mut().zip(places) {
+            (part.place, part.at) = (*place, self.own_len);
+            self.own_len += if *place == Place::Away { 0 } else { part.cuts[self.rank].len() };
+        }
+        self
+    }
+
+    /// Whether this rank's stage has the unit.
+    pub fn is_here(&self, unit: usize) -> bool {
+        self.units[unit].place != Place::Away
+    }
+
+    /// Whether this rank's stage counts and saves the unit: it has it, and not as a copy.
+    pub fn is_counted(&self, unit: usize) -> bool {
+        self.units[unit].place == Place::Here
     }
 
     pub fn ranks(&self) -> usize {
@@ -110,7 +133,8 @@ impl Partition {
     /// The part of the unit that this rank shares with others, in the flat vector.
     pub fn shared(&self, unit: usize) -> Range<usize> {
         let Part { flat, held, .. } = &self.units[unit];
-        flat.start + held.start..flat.start + held.end
+        let end = if self.is_here(unit) { held.end } else { held.start };
+        flat.start + held.start..flat.start + end
     }
 
     /// The share of each rank that shares with this one, counted from the start of `shared`, for collectives over its
@@ -121,6 +145,9 @@ impl Partition {
 
     /// The number of elements of the memory of `shared`, padding included.
     pub fn padded_len(&self, unit: usize) -> usize {
+        if !self.is_here(unit) {
+            return 0;
+        }
         self.units[unit].shares.last().map_or(0, |share| share.end)
     }
 
@@ -130,14 +157,15 @@ impl Partition {
         cut.start - start..cut.end - start
     }
 
-    /// The range of each rank, counted from the unit's start.
+    /// The range of each rank of the unit's stage, counted from the unit's start.
     pub fn cuts(&self, unit: usize) -> &[Range<usize>] {
         &self.units[unit].cuts
     }
 
     /// This rank's range, counted from the unit's start.
     pub fn own_cut(&self, unit: usize) -> Range<usize> {
-        self.units[unit].cuts[self.rank].clone()
+        let Part { cuts, held, .. } = &self.units[unit];
+        if self.is_here(unit) { cuts[self.rank].clone() } else { held.start..held.start }
     }
 
     /// This rank's range of the flat vector.
@@ -192,8 +220,11 @@ impl Shards {
         let (of_experts, experts) = (table.units_of_experts(), axes.expert.size());
         assert!(stage > 0 || experts == 1, "stage 0 has no ranges, and an expert axis needs some");
         let [rank, ranks] = [axes.zero.rank(), axes.zero.size()];
-        let partition = Arc::new(Partition::with_experts(table.units(), of_experts, rank, ranks, experts));
-        let updated = if stage == 0 { Arc::new(Partition::whole(table.units())) } else { partition.clone() };
+        let places = table.places(axes.pipeline.rank(), axes.pipeline.size());
+        let partition = Partition::with_experts(table.units(), of_experts, rank, ranks, experts).on_stage(&places);
+        let partition = Arc::new(partition);
+        let whole = || Arc::new(Partition::whole(table.units()).on_stage(&places));
+        let updated = if stage == 0 { whole() } else { partition.clone() };
         let streams = Streams { all: axes.zero_stream.clone(), replicas: axes.replicas_stream.clone() };
         Self { stage, partition, updated, streams }
     }

@@ -5,14 +5,17 @@
 //! that the others lack. Over the ZeRO axis these are the values of the common part that any rank of the receiver's
 //! tensor axis needs. Over the tensor axis they are the values that the receiver itself needs.
 //!
+//! On a pipeline, the stage of a unit first sends its ranks' ranges to the ranks at the same place of the other stages.
+//!
 //! Collectives use the backend of their axis. Values are packed and unpacked on their device, and
 //! keep their dtype and their bits. The next unit is in transfer while one is unpacked.
 
 use super::Weights;
+use super::in_use::Held;
 use super::moves::{Take, len, pack, takes, union, unpack, within};
 use super::partition::Partition;
 use super::unit::UnitValues;
-use crate::comm::{Axes, Pending, Stream};
+use crate::comm::{Axes, Group, Pending, Stream};
 use crate::model::params::ParamTable;
 use crate::model::part::TensorPart;
 use crate::model::transformer::Transformer;
@@ -26,6 +29,10 @@ use std::sync::Arc;
 pub struct Reshard {
     zero: Stream,
     tensor: Stream,
+    pipeline: Group,
+    /// The stage that has each unit, and the partition of units over the ranks of any stage.
+    stages: Vec<usize>,
+    partition: Arc<Partition>,
     /// This rank on the ZeRO axis.
     zero_rank: usize,
     /// The table of each rank of training's tensor axis. This rank has index `rank`.
@@ -88,9 +95,15 @@ impl Reshard {
         let all = axes.zero.all_gather_numbers(&peers).into_iter().map(of).collect();
         let stream = |group| Stream::new("reshard", group);
         let (zero, tensor) = (stream(&axes.zero), stream(&axes.tensor));
+        let [rank, ranks] = [axes.zero.rank(), axes.zero.size()];
+        let of_experts = table.units_of_experts();
+        let partition = Partition::with_experts(table.units(), of_experts, rank, ranks, axes.expert.size());
         Self {
             zero,
             tensor,
+            pipeline: axes.pipeline.clone(),
+            stages: table.stages_of_units(axes.pipeline.size()),
+            partition: Arc::new(partition),
             zero_rank: axes.zero.rank(),
             from,
             rank: axes.tensor.rank(),
@@ -115,21 +128,51 @@ impl Reshard {
         let count = self.to.units().len();
         self.received.set(0);
         let mut units = Vec::with_capacity(count);
-        let mut next = Some(self.start(from, 0));
+        let begin = |unit| {
+            let own = self.own(from, unit);
+            let transfer = self.start(from, own.values(), unit);
+            (own, transfer)
+        };
+        let mut next = Some(begin(0));
         for u in 0..count {
-            let transfer = next.take().expect("the previous turn started it");
-            let parts = self.finish(from, u, transfer);
+            let (own, transfer) = next.take().expect("the previous turn started it");
+            let parts = self.finish(from, own.values(), u, transfer);
             // Not before this one is here: two old units at a time, the one that is cut and the one on its way.
-            next = (u + 1 < count).then(|| self.start(from, u + 1));
+            next = (u + 1 < count).then(|| begin(u + 1));
             units.push(match parts {
                 Parts::Whole(values) => values,
                 Parts::Of(came, others) => {
-                    let own = came.as_ref().map_or_else(|| from.local(u).slice(), Flat::all);
+                    let own = came.as_ref().map_or_else(|| own.values().slice(), Flat::all);
                     self.put_together(u, own, others.as_ref(), from.dtype())
                 }
             });
         }
         (Weights::from_units(self.to.clone(), from.dtype(), units), self.received.get() * from.dtype().bytes())
+    }
+
+    /// The values of a unit that the rank at this rank's place of its stage has.
+    fn own<'a>(&self, from: &'a Weights, unit: usize) -> Held<'a> {
+        let (stages, root) = (self.pipeline.size(), self.stages[unit]);
+        if stages == 1 {
+            return Held::Here(from.local(unit));
+        }
+        let is_here = self.pipeline.rank() == root;
+        let all = &self.partition;
+        let range = if from.gathers_on_use() { all.own(unit) } else { all.shared(unit) };
+        let (dtype, len) = (from.dtype(), range.len());
+        let mut values = UnitValues::part_scratch(self.own_table(), range, dtype);
+        if is_here {
+            values.copy_part(from.local(unit));
+        } else {
+            self.receives(len);
+        }
+        self.pipeline.broadcast_slice(root, values.slice_mut());
+        Held::Gathered(Arc::new(values))
+    }
+
+    /// The partition of a unit over the ranks of its stage, if they have only parts of it.
+    fn partition<'a>(&'a self, from: &'a Weights, unit: usize) -> Option<&'a Arc<Partition>> {
+        from.partition(unit).map(|own| if self.pipeline.size() == 1 { own } else { &self.partition })
     }
 
     fn receives(&self, elements: usize) {
@@ -167,10 +210,10 @@ impl Reshard {
         (is_divided || all.iter().any(|needed| len(needed) < whole)).then_some(all)
     }
 
-    /// Starts the transfer of a unit.
-    fn start(&self, from: &Weights, unit: usize) -> Transfer {
-        let (own, dtype) = (from.local(unit), from.dtype());
-        let partition = from.partition(unit);
+    /// Starts the transfer of a unit, of which `own` is this rank's part.
+    fn start(&self, from: &Weights, own: &UnitValues, unit: usize) -> Transfer {
+        let dtype = from.dtype();
+        let partition = self.partition(from, unit);
         // Ranks of an expert axis have different parts of a unit of experts, which are not gathered in place.
         let is_divided = partition.is_some_and(|partition| partition.is_divided(unit));
         let begins = &self.own_table().units()[unit];
@@ -240,8 +283,8 @@ impl Reshard {
         exchange(&self.tensor, own, dtype, &sends, &lens)
     }
 
-    fn finish(&self, from: &Weights, unit: usize, transfer: Transfer) -> Parts {
-        let (own, dtype) = (from.local(unit), from.dtype());
+    fn finish(&self, from: &Weights, own: &UnitValues, unit: usize, transfer: Transfer) -> Parts {
+        let dtype = from.dtype();
         let came = match transfer {
             Transfer::Same(pending) => return Parts::Whole(pending.wait()),
             Transfer::Sent(pending) => return Parts::Of(None, pending.map(Pending::wait)),
@@ -253,7 +296,7 @@ impl Reshard {
                 let mut place = part.all_mut();
                 place.copy_from(own.slice(), &run(0, own), &run(own.range().start - begins.start, own));
                 let needed = self.needed(self.zero_rank, unit, dtype);
-                let cuts = from.partition(unit).expect("a shared unit has a partition").cuts(unit);
+                let cuts = self.partition(from, unit).expect("a shared unit has a partition").cuts(unit);
                 let mut start = 0;
                 for (_, cut) in cuts.iter().enumerate().filter(|(rank, _)| *rank != self.zero_rank) {
                     let pieces = within(&needed, cut);

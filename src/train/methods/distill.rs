@@ -98,7 +98,7 @@ impl Distill {
         learner.step_if_finite(axes, &sums, &[&Distillation { config, rows, teachers: &self.0, weight }])?;
         let report = learner.report;
         sums.add(&Sums::from_list([(UPDATES, 1.0), (keys::GRAD_NORM, report.grad_norm), (keys::LR, report.lr)]));
-        sums.add(&learner.routers);
+        sums.add(&learner.measured);
         Ok(sums)
     }
 
@@ -198,6 +198,10 @@ impl Objective for Distillation<'_> {
             packed.push_where(tokens, |i| mask[i] != 0);
         }
         packed
+    }
+
+    fn frozen(&self) -> Vec<&Role> {
+        self.teachers.iter().map(|(role, _)| role).collect()
     }
 
     fn loss(&self, packed: &MicroBatch, pass: Pass) -> Sums {

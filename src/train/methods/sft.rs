@@ -69,6 +69,8 @@ impl Method for Sft {
             sums.iter_mut().zip(of_row).for_each(|(sum, x)| *sum += x);
         }
         axes.zero.all_reduce_sum_f64(&mut sums);
+        // The last stage alone has found any.
+        axes.pipeline.all_reduce_sum_f64(&mut sums);
         let [loss, right, tokens] = sums;
         Ok(vec![(keys::EVAL_LOSS, loss / tokens), (keys::EVAL_ACCURACY, right / tokens)])
     }

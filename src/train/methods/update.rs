@@ -46,7 +46,7 @@ impl Update<'_> {
             })?);
             sums.add(&update_metrics::of_step(learner));
             if learner.role.weights.table.head() == Head::LanguageModel {
-                sums.add(&learner.routers);
+                sums.add(&learner.measured);
             }
         }
         Ok(sums)

@@ -18,7 +18,7 @@ use crate::launch::replay;
 use crate::launch::run::Run;
 use crate::launch::step_shape::StepShape;
 use crate::learn::sums::Sums;
-use crate::learn::{Learner, Role, role, routing};
+use crate::learn::{Learner, Role, role, routing, schedule};
 use crate::metrics::Phase;
 use crate::metrics::keys::{self, Metrics, named};
 use crate::model::Arch;
@@ -247,7 +247,7 @@ impl<M: OnlineMethod> Online<M> {
         self.learn(run, step, &mut work)?;
         let mut metrics = std::mem::take(&mut work.values);
         metrics.extend(M::metrics(run, &work.sums));
-        metrics.extend(routing::metrics(&work.sums));
+        metrics.extend(routing::metrics(&work.sums).into_iter().chain(schedule::metrics(&work.sums)));
         Ok(metrics)
     }
 

@@ -54,7 +54,8 @@ impl RolloutWeights {
         let known = gpu::check_cut(actor.weights.device(), arch, to.size);
         arch.check_tensor(to.size).and(known).map_err(|e| e.within("rollout"))?;
         let same = to.size == training.tensor.size();
-        let moves = !same || actor.weights.is_sharded();
+        let is_staged = training.pipeline.size() > 1;
+        let moves = !same || is_staged || actor.weights.is_sharded();
         let base = actor.weights.base.as_ref();
         if !same && base.is_some_and(|base| base.is_quantized()) {
             let (rollout, training) = (to.size, training.tensor.size());
@@ -68,7 +69,7 @@ impl RolloutWeights {
         let reshard = moves.then(|| over(&actor.weights, base));
         let on_rollout = |reshard: &Reshard| Transformer::for_axes(arch, reshard.table(), rollout);
         // No rank waits for another's tokens either.
-        let is_apart = !same || training.expert.size() > 1;
+        let is_apart = !same || is_staged || training.expert.size() > 1;
         let transformer = reshard.as_ref().filter(|_| is_apart).map(on_rollout);
         Ok(Self { reshard, reshard_base, transformer, all: training.all.clone() })
     }
