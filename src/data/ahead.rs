@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::cut::{Entry, RowTokens};
 use super::hashes::Hashes;
+use super::images;
 use super::input::{InputFile, RowReader, is_rows};
 use super::json::read_line;
 use super::rows::Reading;
@@ -117,13 +118,15 @@ fn sample(from: &[InputFile], to: &Path) -> Result<()> {
     let mut rows = Vec::new();
     for InputFile { path, .. } in from {
         let reader = RowReader::open(path)?;
-        if reader.is_seekable() { sample_lines(path, &mut rows)? } else { sample_all(reader, &mut rows)? }
+        let folder = std::path::absolute(files::parent(path)).map_err(|e| Error::io("find", path, &e))?;
+        let is_seekable = reader.is_seekable();
+        if is_seekable { sample_lines(path, &folder, &mut rows)? } else { sample_all(reader, &folder, &mut rows)? }
     }
     File::create(to).and_then(|mut file| file.write_all(&rows)).map_err(|e| Error::io("write", to, &e))
 }
 
 /// Samples rows at equal distances, which double whenever there are too many.
-fn sample_all(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
+fn sample_all(mut from: RowReader, folder: &Path, rows: &mut Vec<u8>) -> Result<()> {
     let (mut kept, mut distance, mut next) = (Vec::new(), 1, 0);
     loop {
         let batch = from.next_rows()?;
@@ -141,14 +144,15 @@ fn sample_all(mut from: RowReader, rows: &mut Vec<u8>) -> Result<()> {
             }
         }
     }
-    for row in kept {
+    for mut row in kept {
+        images::anchor(&mut row, folder);
         rows.extend(format!("{}\n", Value::Object(row)).into_bytes());
     }
     Ok(())
 }
 
 /// Samples the next line at offsets spread evenly over the bytes of a file.
-fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
+fn sample_lines(from: &Path, folder: &Path, rows: &mut Vec<u8>) -> Result<()> {
     let read = |e: &std::io::Error| Error::io("read", from, e);
     let bytes = bytes_of_file(from)?;
     let mut file = BufReader::new(files::open(from).map_err(|e| read(&e))?);
@@ -166,6 +170,12 @@ fn sample_lines(from: &Path, rows: &mut Vec<u8>) -> Result<()> {
         read_line(&mut file, &mut after_cr, &mut line).map_err(|e| read(&e))?;
         end = file.stream_position().map_err(|e| read(&e))?;
         if !line.trim_ascii().is_empty() {
+            // The copy is in another folder, which paths of images must not start from.
+            let parsed = line.windows(6).any(|word| word == b"\"image").then(|| serde_json::from_slice(&line).ok());
+            if let Some(Some(Value::Object(mut row))) = parsed {
+                images::anchor(&mut row, folder);
+                line = Value::Object(row).to_string().into_bytes();
+            }
             rows.extend_from_slice(line.trim_ascii());
             rows.push(b'\n');
         }

@@ -21,6 +21,9 @@ use crate::sys::files;
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";
 
+/// The number of rows that are encoded at once if they may have images.
+const ROWS_WITH_IMAGES: usize = 64;
+
 /// The token sequences of a row of the kind `reading.kind`: a prompt, or a prompt and its response, alternating for
 /// several turns. Also its images, whose paths start from `folder`.
 ///
@@ -143,11 +146,16 @@ fn shard_file(
             let encoded = row.parse().and_then(|row| encoder.encode(row, (path, source.clone()), split.as_deref()));
             encoded.map_err(|e| row.explain(e).within(source))
         };
-        let encoded: Vec<Result<_>> = rows.par_iter().enumerate().map(encode).collect();
-        for row in encoded {
-            let Encoded { row, mut meta, split } = row?;
-            meta.images = writer.add_images(&row.images)?;
-            writer.push(split.as_deref(), &row.tokens, &meta).map_err(|e| e.within(&meta.source))?;
+        // The images of many rows would fill the memory.
+        let at_once = if encoder.reading.tokenizer.images().is_ok() { ROWS_WITH_IMAGES } else { rows.len() };
+        for (part, rows) in rows.chunks(at_once).enumerate() {
+            let numbered = rows.par_iter().enumerate().map(|(i, row)| (part * at_once + i, row));
+            let encoded: Vec<Result<_>> = numbered.map(encode).collect();
+            for row in encoded {
+                let Encoded { row, mut meta, split } = row?;
+                meta.images = writer.add_images(&row.images)?;
+                writer.push(split.as_deref(), &row.tokens, &meta).map_err(|e| e.within(&meta.source))?;
+            }
         }
         first += rows.len();
     }

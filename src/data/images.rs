@@ -6,7 +6,8 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
 
-use crate::error::{Error, Result, format_bytes};
+use crate::comm::abort;
+use crate::error::{Error, Kind, Result, format_bytes};
 use crate::experience::Image;
 use crate::images::{FILE_BYTES_MAX, Images, plural};
 use crate::sys::files;
@@ -68,7 +69,9 @@ impl Sequences {
 /// An image without its place.
 fn of_source(source: &Value, images: &Images, folder: &Path) -> Result<Image> {
     let file = read(source, folder)?;
-    let patches = images.processor.patches(&file)?;
+    // A decoder may panic on damaged bytes.
+    let measured = abort::caught(|| images.processor.measure(&file));
+    let patches = measured.map_err(|e| if e.kind == Kind::Fault { Error::data(e.message) } else { e })?;
     Ok(Image { at: 0, tokens: images.tokens(&patches), grid: patches.grid, hash: patches.hash, file: file.into() })
 }
 
@@ -222,6 +225,35 @@ pub(super) fn without_images(mut row: Map<String, Value>) -> Map<String, Value> 
         *part = json!({"type": "image"});
     }
     row
+}
+
+/// Makes the paths of a row's images independent of the folder of its file.
+pub(super) fn anchor(row: &mut Map<String, Value>, folder: &Path) {
+    for key in COLUMNS {
+        row.get_mut(key).into_iter().for_each(|image| anchor_image(image, folder));
+    }
+    let messages = row.values_mut().filter_map(Value::as_array_mut).flatten();
+    let parts = messages.filter_map(|message| message.get_mut("content")?.as_array_mut()).flatten();
+    for part in parts.filter(|part| is_image(part)) {
+        for key in &SOURCES[..4] {
+            part.get_mut(*key).into_iter().for_each(|image| anchor_image(image, folder));
+        }
+    }
+}
+
+fn anchor_image(image: &mut Value, folder: &Path) {
+    match image {
+        Value::String(text) if !text.starts_with("data:") && !text.contains("://") => {
+            *text = folder.join(&*text).display().to_string();
+        }
+        Value::Array(all) => all.iter_mut().for_each(|image| anchor_image(image, folder)),
+        Value::Object(fields) => {
+            for key in ["path", "url"] {
+                fields.get_mut(key).into_iter().for_each(|image| anchor_image(image, folder));
+            }
+        }
+        _ => {}
+    }
 }
 
 /// The tokens of a prompt, followed by the hashes of its images: prompts that differ only in images differ.

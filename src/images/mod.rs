@@ -10,10 +10,11 @@ pub use processor::Processor;
 pub use thumbnail::thumbnail;
 
 use crate::error::{Error, Result};
-use crate::experience::Patches;
+use crate::experience::{Image, Patches};
 use crate::sys::files;
 use serde_json::{Map, Value};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Keys of config.json that name the tokens around and for images and videos. A model never samples them, because
 /// the image would be missing.
@@ -58,6 +59,22 @@ impl Images {
     /// The number of tokens of an image.
     pub fn tokens(&self, patches: &Patches) -> usize {
         self.processor.image_tokens(patches.grid)
+    }
+
+    /// The patches of images among tokens, in order.
+    ///
+    /// # Errors
+    /// `Data`, if an image has other patches than when its tokens were made.
+    pub fn patches(&self, images: &[Image]) -> Result<Vec<Arc<Patches>>> {
+        let of = |image: &Image| {
+            let patches = self.processor.patches(image.file.bytes())?;
+            if (patches.grid, patches.hash) != (image.grid, image.hash) {
+                return Err(Error::data("an image has other pixels than when its tokens were made")
+                    .hint("shard the rows again: the image processor has changed"));
+            }
+            Ok(Arc::new(patches))
+        };
+        images.iter().map(of).collect()
     }
 
     /// Repeats the token of each image in `sequences`, which follow each other, as often as `counts` says. Returns the

@@ -196,9 +196,24 @@ impl Processor {
     /// # Errors
     /// `Data`, if the file cannot be decoded, or if the image is too large or too narrow.
     pub fn patches(&self, file: &[u8]) -> Result<Patches> {
+        let image = self.resized(file)?;
+        Ok(Patches { values: self.cut(&image), ..self.measured(&image) })
+    }
+
+    /// The same without values. Errors are those of `patches`.
+    pub fn measure(&self, file: &[u8]) -> Result<Patches> {
+        Ok(self.measured(&self.resized(file)?))
+    }
+
+    fn resized(&self, file: &[u8]) -> Result<Pixels> {
         let image = decode(file)?;
         let (height, width) = self.size(image.height, image.width)?;
-        Ok(self.cut(&resize(image, height, width)))
+        Ok(resize(image, height, width))
+    }
+
+    fn measured(&self, image: &Pixels) -> Patches {
+        let grid = [1, image.height / self.patch, image.width / self.patch];
+        Patches { grid, values: Vec::new(), hash: self.hash(image) }
     }
 
     /// The number of tokens that a model sees of an image with this grid of patches.
@@ -207,14 +222,14 @@ impl Processor {
     }
 
     /// Normalizes pixels, (x scale - mean) / std, and cuts them into patches.
-    fn cut(&self, image: &Pixels) -> Patches {
+    fn cut(&self, image: &Pixels) -> Vec<f32> {
         let Self { patch, merge, frames, scale, mean, std, .. } = *self;
-        let grid = [1, image.height / patch, image.width / patch];
+        let (rows, columns) = (image.height / patch, image.width / patch);
         let normal = |c: usize| (0..256).map(move |x| ((f64::from(x) * scale - mean[c]) / std[c]) as f32);
         let normal: [Vec<f32>; 3] = std::array::from_fn(|c| normal(c).collect());
         let mut values = Vec::with_capacity(image.rgb.len() * frames);
         let blocks = |patches: usize| (0..patches).step_by(merge);
-        for (block_y, block_x) in blocks(grid[1]).flat_map(|y| blocks(grid[2]).map(move |x| (y, x))) {
+        for (block_y, block_x) in blocks(rows).flat_map(|y| blocks(columns).map(move |x| (y, x))) {
             for (y, x) in (0..merge).flat_map(|y| (0..merge).map(move |x| (block_y + y, block_x + x))) {
                 for (c, normal) in normal.iter().enumerate() {
                     for row in (0..frames).flat_map(|_| y * patch..(y + 1) * patch) {
@@ -225,7 +240,7 @@ impl Processor {
                 }
             }
         }
-        Patches { grid, values, hash: self.hash(image) }
+        values
     }
 
     fn hash(&self, image: &Pixels) -> u64 {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use rlhf_hpc::comm::Group;
 use rlhf_hpc::config::data::{DataConfig, LongPrompts, SplitBy, SplitConfig};
+use rlhf_hpc::data::look_ahead;
 use rlhf_hpc::data::shard::Shard;
 use rlhf_hpc::data::{
     Hashes, PairRow, Prepared, Reading, Row, RowKind, RowSource, SftRow, prepare, sequences, shard_rows,
@@ -95,6 +96,8 @@ fn rows_with_images_in_any_form_have_the_token_ids_of_transformers() {
             assert_eq!(placed.tokens, [ids(&case["ids"])], "{name} {row:?}");
             let grids: Vec<[usize; 2]> = placed.images.iter().map(|image| [image.grid[1], image.grid[2]]).collect();
             assert_eq!(json!(grids), case["grids"], "{name} {row:?}");
+            let patches = fixture.tokenizer.images().unwrap().patches(&placed.images).unwrap();
+            assert!(patches.iter().zip(&placed.images).all(|(patches, image)| patches.grid == image.grid));
             let files: Vec<Vec<u8>> = placed.images.iter().map(|image| image.file.bytes().to_vec()).collect();
             let token = fixture.tokenizer.images().unwrap().token;
             let found: Vec<usize> = (0..placed.tokens[0].len()).filter(|i| placed.tokens[0][*i] == token).collect();
@@ -159,6 +162,16 @@ fn shards_keep_the_images_of_rows_of_every_kind_and_each_file_once() {
     shard_rows(fixture.reading(&config, RowKind::Prompt), &[(input, None)], &[], &prefix).unwrap();
     assert!(!prefix.with_extension("images.bin").exists());
     assert!(!Shard::open(&prefix, fixture.tokenizer.vocabulary()).unwrap().has_images());
+}
+
+#[test]
+fn a_plan_finds_the_images_of_a_sample_of_a_large_file() {
+    let fixture = Fixture::new("qwen3");
+    let row = |i: usize| json!({"prompt": "?".repeat(1 + i % 3), "images": ["rgb.png"], "note": "x".repeat(2000)});
+    let config = fixture.rows(&(0..1500).map(row).collect::<Vec<_>>());
+    let ahead = look_ahead(fixture.reading(&config, RowKind::Prompt), Path::new("none"), 0, 4).unwrap();
+    let tokens: Vec<usize> = ahead.rows.iter().map(|row| row.prompt).collect();
+    assert!(ahead.is_sample && tokens.iter().all(|tokens| (18..25).contains(tokens)), "{tokens:?}");
 }
 
 #[test]

@@ -57,6 +57,8 @@ fn pixels_are_those_of_transformers_with_pillow_bit_by_bit_and_those_of_torchvis
         let processor = processor(settings).unwrap();
         let patches = processor.patches(&fs::read(folder().join(name)).unwrap()).unwrap();
         assert_eq!(json!(patches.grid), case["grid"], "{name}");
+        let measured = processor.measure(&fs::read(folder().join(name)).unwrap()).unwrap();
+        assert_eq!((measured.grid, measured.hash, measured.values.len()), (patches.grid, patches.hash, 0));
         assert_eq!(processor.image_tokens(patches.grid), patches.grid[1] * patches.grid[2] / 4);
         let mut expected = Vec::new();
         let compressed = bytes(&case["pixels"]);
