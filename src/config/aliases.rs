@@ -27,6 +27,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("lora.rank", "lora lora_r lora_rank lora_dim use_lora use_peft peft peft_config ds.lora.rank"),
     ("lora.alpha", "lora_alpha ds.lora.alpha"),
     ("lora.targets", "lora_target_modules target_modules ds.lora.target_modules"),
+    ("lora.target_parameters", "target_parameters lora_target_parameters"),
     ("lora.exclude", "exclude_modules lora_exclude_modules"),
     ("lora.rslora", "use_rslora"),
     ("lora.layers", "layers_to_transform"),

@@ -30,7 +30,7 @@ const NEEDS: &[Need<Config>] = &[
         |c| c.uses().reference),
     ("lora model.freeze model.critic_freeze", "a job that trains", trains),
     (
-        "lora.alpha lora.targets lora.exclude lora.rslora lora.rank_pattern lora.alpha_pattern lora.layers lora.init \
+        "lora.alpha lora.targets lora.target_parameters lora.exclude lora.rslora lora.rank_pattern lora.alpha_pattern lora.layers lora.init \
          lora.train_also",
         "lora.rank above 0", |c| c.lora.is_on(RoleName::Actor) || c.uses().critic && c.lora.is_on(RoleName::Critic),
     ),

@@ -147,6 +147,7 @@ table! {
         pub rank: usize = 0 => 0.0..=RANK_MAX,
         pub alpha: f64 = 32.0 => ABOVE_0..=FINITE,
         pub targets: Modules = Modules::Pattern(ALL_LINEAR.into()),
+        pub target_parameters: Vec<String> = Vec::new(),
         pub exclude: Modules = Modules::none(),
         pub rslora: bool = false,
         pub rank_pattern: Patterns<usize> = Patterns(Vec::new()),
@@ -235,8 +236,11 @@ impl LoraConfig {
                 Modules::Names(_) => {}
             }
         }
-        Error::need(!self.targets.is_none(), format!("{table}.targets must not be empty"))
+        let is_nothing = self.targets.is_none() && self.target_parameters.is_empty();
+        Error::need(!is_nothing, format!("{table}.targets must not be empty without {table}.target_parameters"))
             .map_err(|e| e.hint("set it to \"all-linear\"; rank = 0 turns adapters off"))?;
+        let is_unnamed = self.target_parameters.iter().any(String::is_empty);
+        Error::need(!is_unnamed, format!("{table}.target_parameters must not contain an empty name"))?;
         Error::need(!self.exclude.is_all_linear(), format!("{table}.exclude must not be \"{ALL_LINEAR}\""))?;
         for (pattern, rank) in &self.rank_pattern.0 {
             end_of_name(&format!("{table}.rank_pattern"), pattern)?;

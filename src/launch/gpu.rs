@@ -325,6 +325,8 @@ pub fn check_arch(device: Device, arch: &Arch, tensor: usize) -> Result<()> {
         format!(
             "the number of experts must be a multiple of 8 up to {EXPERTS_MAX}, at most {CHOSEN_MAX} per token, {on_gpu} (got {count}, {top_k} per token)"
         )
+    } else if let Some(matrix) = arch.adapter_of_mixture() {
+        format!("adapters of experts, routers and gates have no GPU kernel (lora.exclude may leave out {matrix})")
     } else if let Some((matrix, rank)) = adapters.find(|(_, rank)| !rank.is_multiple_of(8)) {
         format!("lora.rank must be a multiple of 8 {on_gpu} (got {rank} for {matrix})")
     } else if let Some((name, value, most)) = limits.into_iter().find(|(_, value, most)| value > most) {

@@ -1,8 +1,11 @@
 //! `adapter_config.json`: the settings of an adapter, as PEFT 0.21 reads and writes them.
 
+use super::choice::{Origin, without_layer};
 use super::config_json::Reader;
 use super::naming::Naming;
-use super::tuning::{Origin, Param, Tuning, module_of};
+use super::peft_patterns::patterns_of;
+use super::targets::{Model, last_name, module_of};
+use super::tuning::{Param, Tuning};
 use crate::config::lora::{AdapterInit, Layers, LoraConfig, Modules, Patterns};
 use crate::error::{Error, Result};
 use crate::hub::{Kind, Repository};
@@ -35,7 +38,7 @@ const IRRELEVANT: [&str; 14] = [
 ];
 
 /// Keys that `read` uses.
-const USED: [&str; 16] = [
+const USED: [&str; 17] = [
     "alpha_pattern",
     "bias",
     "exclude_modules",
@@ -49,13 +52,14 @@ const USED: [&str; 16] = [
     "r",
     "rank_pattern",
     "target_modules",
+    "target_parameters",
     "task_type",
     "use_rslora",
     "base_model_name_or_path",
 ];
 
 /// Keys that must be absent, null, false or empty, and the unsupported features that they turn on.
-const REFUSED: [(&str, &str); 16] = [
+const REFUSED: [(&str, &str); 15] = [
     ("alora_invocation_string", "activated LoRA adapters"),
     ("alora_invocation_tokens", "activated LoRA adapters"),
     ("arrow_config", "routers of several adapters"),
@@ -64,7 +68,6 @@ const REFUSED: [(&str, &str); 16] = [
     ("lora_bias", "biases of adapters"),
     ("megatron_config", "layers of Megatron"),
     ("monteclora_config", "random adapters"),
-    ("target_parameters", "adapters of fused tensors"),
     ("trainable_token_indices", "trained rows of the embedding"),
     ("use_bdlora", "block-diagonal adapters"),
     ("use_dora", "DoRA adapters"),
@@ -145,11 +148,16 @@ impl AdapterConfig {
         if alpha <= 0.0 {
             return Err(c.wrong("lora_alpha", &format!("must be above 0 (got {alpha})")));
         }
-        let targets = modules(&c, "target_modules")?.ok_or_else(|| c.wrong("target_modules", "is missing"))?;
+        let target_parameters = names(&c, "target_parameters")?;
+        let targets = match modules(&c, "target_modules")? {
+            None if target_parameters.is_empty() => return Err(c.wrong("target_modules", "is missing")),
+            targets => targets.unwrap_or_else(Modules::none),
+        };
         let settings = LoraConfig {
             rank,
             alpha,
             targets,
+            target_parameters,
             exclude: modules(&c, "exclude_modules")?.unwrap_or_else(Modules::none),
             rslora: c.flag("use_rslora")?.unwrap_or(false),
             rank_pattern: pattern(&c, "rank_pattern", "ranks", |v| v.as_u64().filter(|r| *r > 0).map(|r| r as usize))?,
@@ -175,6 +183,8 @@ impl AdapterConfig {
     /// only written if it is true.
     pub(super) fn to_json(&self, tuning: &Tuning, params: &[Param], naming: Naming) -> Map<String, Value> {
         let Self { settings, base, task } = self;
+        let (modules, parameters) = target_names(tuning, params, naming);
+        let (ranks, alphas) = patterns_of(settings, tuning, params, naming);
         let also: BTreeSet<String> = tuning.whole.iter().map(|name| naming.in_files(module_of(name))).collect();
         let object = json!({
             "peft_type": "LORA",
@@ -186,9 +196,9 @@ impl AdapterConfig {
             "r": settings.rank,
             "lora_alpha": number(settings.alpha),
             "lora_dropout": 0.0,
-            "target_modules": target_names(tuning, params, naming),
-            "rank_pattern": object(&settings.rank_pattern.0, |rank| json!(rank)),
-            "alpha_pattern": object(&settings.alpha_pattern.0, |alpha| number(*alpha)),
+            "target_modules": modules,
+            "rank_pattern": object(&ranks, |rank| json!(rank)),
+            "alpha_pattern": object(&alphas, |alpha| number(*alpha)),
             "modules_to_save": if also.is_empty() { Value::Null } else { json!(also) },
             "init_lora_weights": if settings.init == AdapterInit::Gaussian { json!("gaussian") } else { json!(true) },
             "bias": "none",
@@ -199,6 +209,9 @@ impl AdapterConfig {
         let Value::Object(mut object) = object else { unreachable!("it is one") };
         if settings.rslora {
             object.insert("use_rslora".into(), true.into());
+        }
+        if !parameters.is_empty() {
+            object.insert("target_parameters".into(), json!(parameters));
         }
         object.sort_keys();
         object
@@ -214,15 +227,30 @@ fn object<T>(all: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
     Value::Object(all.iter().map(|(pattern, one)| (pattern.clone(), value(one))).collect())
 }
 
-/// The names of the adapters' modules: last names if they select these modules of the model and no other.
-fn target_names(tuning: &Tuning, params: &[Param], naming: Naming) -> BTreeSet<String> {
-    let last = |module: &str| module.rsplit('.').next().unwrap_or(module).to_owned();
-    let short: BTreeSet<String> = tuning.adapters.keys().map(|module| last(module)).collect();
-    let selected: BTreeSet<&str> =
-        params.iter().map(|param| module_of(&param.name)).filter(|module| short.contains(&last(module))).collect();
+/// The names of the adapters' modules, and of their parameters: last names, or names within a layer, if they select these
+/// and no other.
+fn target_names(tuning: &Tuning, params: &[Param], naming: Naming) -> (BTreeSet<String>, BTreeSet<String>) {
+    let model = Model::new(params);
+    let (mut of_modules, mut of_parameters) = (BTreeSet::new(), BTreeSet::new());
+    for module in tuning.adapters.keys() {
+        match model.parameter(module) {
+            Some(parameter) => of_parameters.insert(parameter),
+            None => of_modules.insert(module.as_str()),
+        };
+    }
+    let short: BTreeSet<String> = of_modules.iter().map(|module| last_name(module).to_owned()).collect();
+    let selected = model.modules.iter().filter(|module| module.is_module() && short.contains(last_name(module.name)));
     // The model around it may have other modules with these last names.
-    let is_same = naming == Naming::Plain && selected.len() == tuning.adapters.len();
-    if is_same { short } else { tuning.adapters.keys().map(|module| naming.in_files(module)).collect() }
+    let is_same = naming == Naming::Plain && selected.count() == of_modules.len();
+    let modules = if is_same { short } else { of_modules.iter().map(|module| naming.in_files(module)).collect() };
+    let of_model: Vec<String> = model.fused.iter().map(|fused| fused.parameter()).collect();
+    let parameters = of_parameters.iter().map(|parameter| {
+        let within = without_layer(parameter);
+        let mut alike = of_model.iter().filter(|other| without_layer(other) == within).peekable();
+        let is_short = alike.peek().is_some() && alike.all(|other| of_parameters.contains(other));
+        if naming == Naming::Plain && is_short { within } else { naming.in_files(parameter) }
+    });
+    (modules, parameters.collect())
 }
 
 /// Rejects keys that this program does not compute.

@@ -4,6 +4,8 @@
 use super::adapter_config::{self, AdapterConfig, Task};
 use super::files::{Checkpoint, Stored, listed};
 use super::naming::Naming;
+use super::old_adapters;
+use super::targets::{Fused, Model};
 use super::tensor_files::Names;
 use super::tuning::{Param, Tuning, adapter_names};
 use crate::error::{Error, Result};
@@ -27,6 +29,8 @@ pub struct AdapterFiles {
     checkpoint: Checkpoint,
     /// The name of each parameter's tensor in the file.
     names: BTreeMap<String, String>,
+    /// Tensors of all experts whose parts are tensors of each expert in the file.
+    joined: BTreeMap<String, Vec<f32>>,
 }
 
 impl AdapterFiles {
@@ -46,9 +50,15 @@ impl AdapterFiles {
                 return Err(Error::data(format!("{}: {other} and {name} are the same tensor", dir.display())));
             }
         }
-        let files = Self { config, tuning, checkpoint, names };
+        let joined = old_adapters::join(&checkpoint, &mut names, &tuning, &Model::new(params).fused)?;
+        let files = Self { config, tuning, checkpoint, names, joined };
         files.check(dir, params)?;
         Ok(files)
+    }
+
+    /// The values of a tensor that the file has in parts.
+    pub(super) fn joined(&self, param: &str) -> Option<&[f32]> {
+        self.joined.get(param).map(Vec::as_slice)
     }
 
     /// The tensor of a parameter. `None` for a parameter that the adapter does not train, and for a value head that is
@@ -62,6 +72,7 @@ impl AdapterFiles {
         let base = self.config.base.as_deref().unwrap_or("another model");
         let of_base = format!("use the adapter's base model, which is {base}");
         let shapes = self.shapes(params);
+        let shapes_of_experts = self.experts(&Model::new(params).fused);
         let unknown: Vec<&str> =
             self.names.iter().filter(|(ours, _)| !shapes.contains_key(*ours)).map(|(_, name)| name.as_str()).collect();
         if let Some(first) = unknown.first() {
@@ -75,7 +86,8 @@ impl AdapterFiles {
             return Err(Error::data(format!("{}: unknown tensors: {unknown}", path.display())).hint(hint));
         }
         let has_no_head = |name: &str| self.config.task == Task::LanguageModel && !name.starts_with("model.");
-        let missing = shapes.keys().filter(|ours| !self.names.contains_key(*ours) && !has_no_head(ours));
+        let is_there = |ours: &String| self.names.contains_key(ours) || self.joined.contains_key(ours);
+        let missing = shapes.keys().filter(|ours| !is_there(ours) && !has_no_head(ours));
         let missing: Vec<String> = missing.map(|ours| format!("{PREFIX}{ours}")).collect();
         if !missing.is_empty() {
             let missing = listed(&missing.iter().map(String::as_str).collect::<Vec<_>>());
@@ -88,15 +100,16 @@ impl AdapterFiles {
                 let dtype = stored.dtype;
                 return Err(Error::data(format!("{path}: tensor {name} must be F32, BF16 or F16 (got {dtype:?})")));
             }
-            // The dim that the base model decides; whole parameters have no rank.
+            // The dim that the base model decides; whole parameters have no rank. A rank of each expert.
             let (rank_dim, base_dim) = if ours.ends_with(".lora_A.weight") { (0, 1) } else { (1, 0) };
+            let experts = shapes_of_experts.get(ours).copied().unwrap_or(1);
             let is_adapter = ours.ends_with(".lora_A.weight") || ours.ends_with(".lora_B.weight");
             if is_adapter && shape.len() == 2 && shape[base_dim] == needed[base_dim] && shape != needed {
                 return Err(Error::data(format!(
                     "{path}: tensor {name} has rank {}, but {} gives {}",
-                    shape[rank_dim],
+                    shape[rank_dim] as f64 / experts as f64,
                     adapter_config::FILE,
-                    needed[rank_dim]
+                    needed[rank_dim] / experts
                 ))
                 .hint("check r and rank_pattern"));
             }
@@ -109,6 +122,13 @@ impl AdapterFiles {
             }
         }
         Ok(())
+    }
+
+    /// The number of experts of each tensor of all experts.
+    fn experts(&self, fused: &[&Fused]) -> BTreeMap<String, usize> {
+        let of = |fused: &&Fused| Some((fused.experts?, adapter_names(&self.tuning.tensor_module(fused))));
+        let all = fused.iter().filter_map(of);
+        all.flat_map(|(experts, names)| names.map(|name| (name, experts))).collect()
     }
 
     /// The shape of each parameter that trains.
@@ -124,6 +144,14 @@ impl AdapterFiles {
                 let [a, b] = adapter_names(module);
                 shapes.insert(a, vec![adapter.rank, *inputs]);
                 shapes.insert(b, vec![*outputs, adapter.rank]);
+            }
+        }
+        for fused in Model::new(params).fused {
+            if let Some(adapter) = adapters.get(&fused.module) {
+                let ([a, b], [outputs, inputs]) = (adapter_names(&self.tuning.tensor_module(fused)), fused.dims);
+                let ranks = adapter.rank * fused.experts.unwrap_or(1);
+                shapes.insert(a, vec![ranks, inputs]);
+                shapes.insert(b, vec![outputs, ranks]);
             }
         }
         shapes
@@ -155,7 +183,9 @@ fn tensors_of(dir: &Path) -> Result<std::path::PathBuf> {
 /// The parameter of a tensor in a file. State dictionaries that were saved as they are contain the adapter's name,
 /// "default".
 fn our_name(name: &str) -> String {
-    let name = &Naming::from_files(name.strip_prefix(PREFIX).unwrap_or(name)).0;
+    let name = Naming::from_files(name.strip_prefix(PREFIX).unwrap_or(name)).0;
+    // Mixtral's of transformers 4.
+    let name = &if name.contains(".lora_") { name.replace(".block_sparse_moe.", ".mlp.") } else { name };
     let [a, b, whole] = [".lora_A.", ".lora_B.", ".modules_to_save."].map(|part| name.split_once(part));
     match (a, b, whole) {
         (Some((module, rest)), ..) => format!("{module}.lora_A.{}", without_name(rest)),

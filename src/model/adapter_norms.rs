@@ -4,8 +4,7 @@
 //! B A as of W, and the squares of the parts add up. Parts that several ranks hold count as often in both norms.
 
 use super::arch::Arch;
-use super::params::ParamId;
-use super::tuning::adapter_names;
+use super::params::{ParamId, ParamSpec};
 use super::weights::{Weights, pack};
 use crate::comm::Axes;
 use crate::ops::norm;
@@ -18,12 +17,22 @@ pub struct AdapterNorms {
 
 struct Measured {
     matrix: String,
+    /// The unit of its parameters.
     unit: usize,
-    a: ParamId,
-    b: ParamId,
+    /// A and B, or those of each matrix of all experts.
+    parts: Vec<[ParamId; 2]>,
+    is_of_experts: bool,
     scale: f64,
     /// ||W||_F, times a constant that the norm of B A has, too.
     norm: f64,
+}
+
+/// Sums squares over the ranks of the expert axis, which have different experts.
+fn sum_over_experts(adapters: &[Measured], squares: &mut [f64], axes: &Axes) {
+    let of_experts = || adapters.iter().enumerate().filter(|(_, adapter)| adapter.is_of_experts).map(|(i, _)| i);
+    let mut sums: Vec<f64> = of_experts().map(|i| squares[i]).collect();
+    axes.expert.all_reduce_sum_f64(&mut sums);
+    of_experts().zip(sums).for_each(|(i, sum)| squares[i] = sum);
 }
 
 impl AdapterNorms {
@@ -34,35 +43,34 @@ impl AdapterNorms {
             return Self { adapters: Vec::new() };
         };
         let find = |name: &str| weights.table.find(name).expect("the table has what trains");
-        // Parts of one tensor in the files share their A.
-        let found = weights.table.specs().iter().filter_map(|spec| {
-            let [matrix, module] = [&spec.name, spec.file_name()].map(|name| name.strip_suffix(".lora_B.weight"));
-            let (matrix, module) = matrix.zip(module)?;
-            let (a, b) = (find(&adapter_names(module)[0]), find(&spec.name));
-            let (unit, scale) = (weights.table.unit_of(b), f64::from(tuning.adapters[module].scale));
-            Some(Measured { matrix: format!("{matrix}.weight"), unit, a, b, scale, norm: 0.0 })
-        });
-        let mut adapters: Vec<Measured> = found.collect();
-        adapters.sort_by_key(|adapter| adapter.a);
-        let mut squares = vec![0.0; adapters.len()];
-        for (adapter, square) in adapters.iter().zip(&mut squares) {
-            let id = base.table.find(&adapter.matrix).expect("the base has what is frozen");
-            let held = base.here(base.table.unit_of(id));
-            let (range, here) = (base.table.spec(id).range(), held.values().range());
-            let part = range.start.max(here.start)..range.end.min(here.end);
-            if part.start < part.end {
-                *square = norm::sum_of_squares(held.values().part(&part));
+        let (mut adapters, mut squares): (Vec<Measured>, Vec<f64>) = (Vec::new(), Vec::new());
+        for spec in base.table.specs() {
+            let Some((adapter, [a, b])) = spec.adapter(tuning) else { continue };
+            let is_of_experts = spec.fused.as_ref().is_some_and(|fused| fused.experts.is_some());
+            let (matrix, parts) =
+                (spec.fused.as_ref().map_or(spec.name.clone(), |of| of.parameter()), [find(&a), find(&b)]);
+            let square = square_here(base, spec);
+            if let Some(last) = adapters.last_mut().filter(|last| is_of_experts && last.matrix == matrix) {
+                last.parts.push(parts);
+                *squares.last_mut().expect("it was added") += square;
+                continue;
             }
+            let (unit, scale) = (weights.table.unit_of(parts[1]), f64::from(adapter.scale));
+            adapters.push(Measured { matrix, unit, parts: vec![parts], is_of_experts, scale, norm: 0.0 });
+            squares.push(square);
         }
         base.release();
-        // Matrices in nf4 are gathered whole. Experts have no adapters.
+        // Matrices in nf4 are gathered whole, or all of a rank's experts.
         if base.gathers_on_use() && !base.is_quantized() {
             axes.zero.all_reduce_sum_f64(&mut squares);
+        } else {
+            sum_over_experts(&adapters, &mut squares, axes);
         }
         axes.pipeline.all_reduce_sum_f64(&mut squares);
         axes.tensor.all_reduce_sum_f64(&mut squares);
         adapters.iter_mut().zip(squares).for_each(|(adapter, square)| adapter.norm = square.sqrt());
         adapters.retain(|adapter| adapter.norm > 0.0);
+        adapters.sort_by_key(|adapter| adapter.parts[0][0]);
         Self { adapters }
     }
 
@@ -76,27 +84,28 @@ impl AdapterNorms {
         let (table, mut squares) = (&*weights.table, Vec::with_capacity(self.adapters.len()));
         for of_unit in self.adapters.chunk_by(|one, next| one.unit == next.unit) {
             let held = weights.own_unit(of_unit[0].unit);
-            let ranges = || of_unit.iter().flat_map(|adapter| [adapter.a, adapter.b]).map(|id| table.spec(id));
-            let start = ranges().map(|spec| spec.range().start).min().expect("a unit with adapters");
-            let end = ranges().map(|spec| spec.range().end).max().expect("a unit with adapters");
-            if held.values().range().is_empty() {
-                // On another stage.
-                squares.extend(of_unit.iter().map(|_| 0.0));
-                continue;
-            }
+            // A rank has the experts that it computes.
+            let here = held.values().range();
+            let is_here = |id: &ParamId| here.contains(&table.spec(*id).offset);
+            let ids = || of_unit.iter().flat_map(|adapter| adapter.parts.iter().flatten()).filter(|id| is_here(id));
+            let start = ids().map(|id| table.spec(*id).range().start).min().unwrap_or(here.start);
+            let end = ids().map(|id| table.spec(*id).range().end).max().unwrap_or(here.start);
             let mut flat = vec![0.0; end - start];
             held.values().to_master(&(start..end), &mut flat);
             let values = |id| {
                 let spec = table.spec(id);
                 (pack::unpack(spec, &flat[spec.offset - start..][..spec.len]), spec.dims())
             };
-            let square = |adapter: &Measured| {
-                let (a, (rank, width)) = values(adapter.a);
-                square_of_product(&a, &values(adapter.b).0, [rank, width])
+            let square = |[a, b]: &[ParamId; 2]| {
+                let (a, (rank, width)) = values(*a);
+                square_of_product(&a, &values(*b).0, [rank, width])
             };
-            squares.par_extend(of_unit.par_iter().map(square));
+            let of_adapter =
+                |adapter: &Measured| -> f64 { adapter.parts.iter().filter(|[a, _]| is_here(a)).map(square).sum() };
+            squares.par_extend(of_unit.par_iter().map(of_adapter));
         }
         weights.release();
+        sum_over_experts(&self.adapters, &mut squares, axes);
         axes.pipeline.all_reduce_sum_f64(&mut squares);
         axes.tensor.all_reduce_sum_f64(&mut squares);
         let ratio = |(adapter, square): (&Measured, f64)| {
@@ -104,6 +113,15 @@ impl AdapterNorms {
         };
         self.adapters.iter().zip(squares).map(ratio).collect()
     }
+}
+
+/// The sum of squares of the part of a matrix of the base that is here.
+fn square_here(base: &Weights, spec: &ParamSpec) -> f64 {
+    let id = base.table.find(&spec.name).expect("it is the base's");
+    let held = base.here(base.table.unit_of(id));
+    let (range, here) = (spec.range(), held.values().range());
+    let part = range.start.max(here.start)..range.end.min(here.end);
+    if part.start < part.end { norm::sum_of_squares(held.values().part(&part)) } else { 0.0 }
 }
 
 /// ||B A||_F^2 in f64, for row-major A (rank, width) and B (n, rank).

@@ -433,6 +433,20 @@ impl Arch {
         corrected.map(|(layer, experts)| (layer, experts.count)).collect()
     }
 
+    /// The last names in transformers 4 of `part` of a mixture of experts (`OldNames::of`).
+    pub(super) fn old_names(&self, part: &str) -> &'static [&'static str] {
+        self.family.experts.map_or(&[], |experts| experts.old_names.of(part))
+    }
+
+    /// The first adapter of experts, of a router, or of the gate of an expert that all tokens use.
+    pub fn adapter_of_mixture(&self) -> Option<&str> {
+        let is_such = |module: &&str| {
+            let ends = [".mlp.gate", ".mlp.router", ".shared_expert_gate"];
+            module.contains(".mlp.experts.") || ends.iter().any(|end| module.ends_with(end))
+        };
+        self.tuning.as_ref()?.adapters.keys().map(String::as_str).find(is_such)
+    }
+
     /// The form of the experts in the files.
     pub(super) fn expert_form(&self) -> ExpertForm {
         if self.has_stacked_experts { ExpertForm::Stacked } else { self.family.files.experts }

@@ -2,8 +2,9 @@
 //! matrices of all experts, as in the memory of transformers 5.
 
 use super::block_spec::ExpertsSpec;
-use super::file_rows::{FileRows, Runs};
+use super::file_rows::{Columns, FileRows, Runs};
 use super::files::Checkpoint;
+use super::tuning::adapter_names;
 
 /// The form of the experts in the files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +67,35 @@ impl ExpertFiles<'_> {
         let name = format!("model.layers.{layer}.mlp.experts.{tensor}_proj");
         let (first, matrices) = (e * rows + first, Some(*count));
         FileRows { first, runs, matrices, is_transposed: true, ..FileRows::own(&name, count * rows) }
+    }
+
+    /// The module of the router in transformers.
+    pub(super) fn router_module(self) -> String {
+        let last = if self.form == ExpertForm::Columns { "router" } else { "gate" };
+        format!("model.layers.{}.mlp.{last}", self.layer)
+    }
+
+    /// The names of the parameters of all experts in transformers: of gates and ups, and of downs.
+    pub(super) fn parameters(self) -> [String; 2] {
+        ["gate_up", "down"].map(|part| format!("model.layers.{}.mlp.experts.{part}_proj", self.layer))
+    }
+
+    /// The places of A and B of the adapter of expert `e` in the tensors of `module`: rows of A by expert, and columns of B
+    /// by rank. B is that of `part` (gate, up, or down).
+    pub(super) fn adapter(self, module: &str, e: usize, part: &str, rank: usize) -> [FileRows; 2] {
+        let Self { spec: ExpertsSpec { count, width: f, .. }, width: d, .. } = self;
+        let [a, b] = adapter_names(module);
+        let in_turn = Some(Runs { rows: 1, step: 2 });
+        let (first, rows, runs) = match (part, self.form) {
+            ("gate", ExpertForm::Columns) => (0, 2 * f, in_turn),
+            ("up", ExpertForm::Columns) => (1, 2 * f, in_turn),
+            ("gate", _) => (0, 2 * f, None),
+            ("up", _) => (*f, 2 * f, None),
+            _ => (0, d, None),
+        };
+        let columns = Some(Columns { first: e, step: *count, of: rank * count });
+        let of_a = FileRows { first: e * rank, ..FileRows::own(&a, count * rank) };
+        [of_a, FileRows { first, runs, columns, ..FileRows::own(&b, rows) }]
     }
 
     /// The place of the `part` (gate, up, or down) of expert `e`; `None`: a tensor of its name.

@@ -7,29 +7,36 @@ use super::arch::Arch;
 use super::block_spec::{ExpertsSpec, Scoring};
 use super::branch::Body;
 use super::context::{Context, LayerKeys};
+use super::expert_adapters::{ExpertAdapters, weights};
 use super::expert_axis::{Exchange, own};
 use super::expert_biases::Biases;
 use super::expert_files::ExpertFiles;
+use super::linear::Adapter;
 use super::names::ROUTER;
 use super::params::{ParamId, ParamTable};
 use super::part::Cut;
 use super::shared_expert::{SharedExpert, SharedSaved};
-use super::weights::{Gradients, Unit};
+use super::targets::Fused;
+use super::weights::Gradients;
 use crate::ops::attention::Packed;
 use crate::ops::experts::{self, Addend, Groups, Routing, Rule, SigmoidRule};
 use crate::ops::glu;
 use crate::ops::matmul::{self, Into};
-use crate::tensor::{Layout, Tensor, Weight};
+use crate::tensor::{Layout, Tensor};
+use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 pub(super) struct Experts {
     router: ParamId,
+    router_adapter: Option<Adapter>,
     /// The unit of all gates and ups, after that of the layer. All downs are the unit after it.
     unit: usize,
     /// One matrix for each expert.
     gate: Vec<ParamId>,
     up: Vec<ParamId>,
     down: Vec<ParamId>,
+    /// The adapters of gates and ups, and of downs.
+    adapters: [Option<ExpertAdapters>; 2],
     shared: Option<SharedExpert>,
     rule: Rule,
     biases: Option<Biases>,
@@ -65,10 +72,16 @@ impl Experts {
         let (dims, normal) = ([Cut::Whole(spec.count), Cut::Whole(arch.width)], table.normal());
         let name = format!("model.layers.{layer}{ROUTER}");
         let router = table.add_in(files.router(), &name, &dims, Layout::Panel, normal);
+        let module = files.router_module();
+        let fused = Fused { module, experts: None, dims: [spec.count, arch.width], old: arch.old_names("router") };
+        table.mark_fused(router, &Arc::new(fused));
+        let module = files.router_module();
+        let router_adapter = Adapter::declare(table, &module, (&module, None), dims);
         let shared = SharedExpert::declare(table, &format!("model.layers.{layer}.mlp"), arch.width, spec);
         let biases = spec.has_biases.then(|| Biases::declare(table, files));
-        let (unit, [gate, up, down]) = (0, [(); 3].map(|()| Vec::new()));
-        Self { router, unit, gate, up, down, shared, biases, rule: rule(arch, layer, spec), spec: *spec }
+        let (unit, [gate, up, down], adapters) = (0, [(); 3].map(|()| Vec::new()), [None, None]);
+        let rule = rule(arch, layer, spec);
+        Self { router, router_adapter, unit, gate, up, down, adapters, shared, biases, rule, spec: *spec }
     }
 
     /// The number of units after that of the layer.
@@ -80,16 +93,32 @@ impl Experts {
         let (hidden, inner, normal) = (Cut::Whole(arch.width), Cut::Even(spec.width), table.normal());
         let files = ExpertFiles { layer, form: arch.expert_form(), spec, width: arch.width };
         self.unit = table.units().len();
-        let add = |table: &mut ParamTable, e: usize, part: &str, dims: [Cut; 2]| {
+        let ([f, d], [gate_up, down]) = ([spec.width, arch.width], files.parameters());
+        let fused =
+            |module, dims, part| Arc::new(Fused { module, experts: Some(spec.count), dims, old: arch.old_names(part) });
+        let (gate_up, down) = (fused(gate_up, [2 * f, d], "gate_up"), fused(down, [d, f], "down"));
+        self.adapters = ExpertAdapters::of_layer(table, [&gate_up, &down]);
+        let add = |table: &mut ParamTable, e: usize, part: &str, dims: [Cut; 2], fused: &Arc<Fused>| {
             let own = format!("model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight");
-            table.add_in(files.expert(e, part), &own, &dims, Layout::Panel, normal)
+            let id = table.add_in(files.expert(e, part), &own, &dims, Layout::Panel, normal);
+            table.mark_fused(id, fused);
+            id
         };
+        let [of_inner, of_outer] = &mut self.adapters;
         for e in 0..spec.count {
-            self.gate.push(add(table, e, "gate", [inner, hidden]));
-            self.up.push(add(table, e, "up", [inner, hidden]));
+            self.gate.push(add(table, e, "gate", [inner, hidden], &gate_up));
+            self.up.push(add(table, e, "up", [inner, hidden], &gate_up));
+            if let Some(adapters) = of_inner {
+                adapters.declare(table, files, e, &["gate", "up"], [inner, hidden]);
+            }
         }
         table.end_experts();
-        self.down = (0..spec.count).map(|e| add(table, e, "down", [hidden, inner])).collect();
+        for e in 0..spec.count {
+            self.down.push(add(table, e, "down", [hidden, inner], &down));
+            if let Some(adapters) = of_outer {
+                adapters.declare(table, files, e, &["down"], [hidden, inner]);
+            }
+        }
         table.end_experts();
     }
 
@@ -98,6 +127,9 @@ impl Experts {
         let mut logits = n.statistics(n.rows(), self.spec.count);
         let bias = self.biases.as_ref().map(|biases| biases.of_router(c.w));
         matmul::forward(n, c.w.operand(self.router, n.rows()), bias, &mut logits, Into::Overwrite);
+        if let Some(adapter) = &self.router_adapter {
+            adapter.forward(c.w, n, &mut logits);
+        }
         let routing = Routing::new(logits, self.spec.top_k, self.rule.clone());
         c.routers.note(&routing);
         routing
@@ -113,6 +145,9 @@ impl Experts {
         let [mut gate, mut up] = exchange.groups.forward_each(&rows, [&gate, &up]);
         if let Some(biases) = &self.biases {
             biases.add_inner(c, &exchange.groups, [&mut gate, &mut up]);
+        }
+        if let Some(adapters) = &self.adapters[0] {
+            adapters.add_inner(c, &unit, &exchange.groups, &rows, [&mut gate, &mut up]);
         }
         let mut act = gate.like(gate.rows(), gate.width());
         glu::forward(self.spec.activation, &gate, &up, &mut act);
@@ -138,6 +173,9 @@ impl Experts {
         let [mut rows] = exchange.groups.forward_each(act, [&weights(&unit, own(c, &self.down))]);
         if let Some(biases) = &self.biases {
             biases.add_outer(c, &exchange.groups, &mut rows);
+        }
+        if let Some(adapters) = &self.adapters[1] {
+            adapters.add_outer(c, &unit, &exchange.groups, act, &mut rows);
         }
         let rows = exchange.back(rows);
         let before = keeps.then(|| {
@@ -179,6 +217,9 @@ impl Experts {
             matmul::backward_weight(&dlogits, n, grads.weight_mut(self.router), c.w.dtype());
         }
         matmul::backward_input(&dlogits, c.w.weight(self.router), dn, Into::Add);
+        if let Some(adapter) = &self.router_adapter {
+            adapter.backward(c.w, [n, &dlogits], dn, grads);
+        }
     }
 }
 
@@ -192,10 +233,6 @@ fn rule(arch: &Arch, layer: usize, spec: &ExpertsSpec) -> Rule {
             Rule::Sigmoid(SigmoidRule { correction, groups, top_groups, renormalizes, scale })
         }
     }
-}
-
-fn weights<'a>(w: &'a Unit, ids: &[ParamId]) -> Vec<Weight<'a>> {
-    ids.iter().map(|id| w.weight(*id)).collect()
 }
 
 impl Body for Experts {
@@ -231,13 +268,18 @@ impl Body for Experts {
         let mut dact = gate.like(s, f);
         let unit = c.weights.unit(self.unit + 1);
         groups.backward_input(&drows, &weights(&unit, own(c, &self.down)), &mut dact, false);
-        drop(unit);
+        let [of_inner, of_outer] = self.adapters.each_ref().map(Option::as_ref);
+        let of_outer = of_outer.map(|of| (of, of.backward_input(c, &unit, groups, &[&drows], &mut dact)));
         let weights_of_rows = exchange.there(routing.row_weights());
         let mut slopes = experts::weigh(&mut act, &mut dact, &weights_of_rows);
         let outer = self.biases.as_ref().and_then(|of| of.outer(c, groups, [&drows, &weights_of_rows], &mut slopes));
         let mut dweights = routing.of_row_weights(&exchange.back(slopes));
         c.tensor.sum_slice(dweights.slice_mut());
         Self::backward_weights(c, &self.down, groups, &drows, &act, grads);
+        if let Some((of, dinner)) = of_outer {
+            of.backward_weights(c, groups, (&act, true), &[&drows], dinner, (&unit, grads));
+        }
+        drop(unit);
         grads.finish(self.unit + 1);
         grads.begin(self.unit);
         // `act` and `drows` have served: their memory takes dgate and the gradient of the rows of n.
@@ -247,12 +289,16 @@ impl Body for Experts {
         let unit = c.weights.unit(self.unit);
         groups.backward_input(&dgate, &weights(&unit, own(c, &self.gate)), &mut drows, false);
         groups.backward_input(&dup, &weights(&unit, own(c, &self.up)), &mut drows, true);
-        drop(unit);
+        let of_inner = of_inner.map(|of| (of, of.backward_input(c, &unit, groups, &[&dgate, &dup], &mut drows)));
         let mut dn = n.like(n.rows(), n.width());
         routing.scatter(&exchange.back(drows), &mut dn);
         let rows = exchange.there(routing.gather(&n));
         Self::backward_weights(c, &self.gate, groups, &dgate, &rows, grads);
         Self::backward_weights(c, &self.up, groups, &dup, &rows, grads);
+        if let Some((of, dinner)) = of_inner {
+            of.backward_weights(c, groups, (&rows, false), &[&dgate, &dup], dinner, (&unit, grads));
+        }
+        drop(unit);
         grads.finish(self.unit);
         grads.begin(self.unit - 1);
         if let Some(biases) = &self.biases {

@@ -88,6 +88,32 @@ pub struct Mixture {
     /// The layers with one MLP instead.
     pub dense: DenseLayers,
     pub shared: Option<Shared>,
+    pub old_names: OldNames,
+}
+
+/// The last names of routers and of the matrices of experts in transformers 4 that PEFT takes for the parameters of
+/// transformers 5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OldNames {
+    None,
+    /// `gate`; `w1` (gate), `w3` (up) and `w2` (down)
+    Numbered,
+    /// `gate`; `gate_proj`, `up_proj` and `down_proj`
+    Projections,
+}
+
+impl OldNames {
+    /// Those of `part`: `router`, `gate_up` or `down`.
+    pub(super) fn of(self, part: &str) -> &'static [&'static str] {
+        match (self, part) {
+            (Self::None, _) => &[],
+            (_, "router") => &["gate"],
+            (Self::Numbered, "gate_up") => &["w1", "w3"],
+            (Self::Numbered, _) => &["w2"],
+            (Self::Projections, "gate_up") => &["gate_proj", "up_proj"],
+            (Self::Projections, _) => &["down_proj"],
+        }
+    }
 }
 
 /// The layers with one MLP in a family whose other layers have mixtures of experts.

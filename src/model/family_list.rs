@@ -3,13 +3,15 @@
 use super::block_spec::{Norms, QkNorm, Sinks};
 use super::delta_files::DeltaForm;
 use super::expert_files::ExpertForm;
-use super::families::{Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, Scores, Scoring, Shared, Windows};
+use super::families::{
+    Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, OldNames, Scores, Scoring, Shared, Windows,
+};
 use super::family_keys::{BIDIRECTIONAL, MIXTURE_KEYS};
 use super::file_form::FileForm;
 use super::rope::RopeDefaults;
 use crate::ops::glu::Activation;
 
-/// Mixtral's, whose fields are the most common ones.
+/// The most common value of each field.
 const MIXTURE: Mixture = Mixture {
     count: 8,
     top_k: 2,
@@ -20,6 +22,7 @@ const MIXTURE: Mixture = Mixture {
     scoring: Scoring::Softmax,
     dense: DenseLayers::Never,
     shared: None,
+    old_names: OldNames::Projections,
 };
 
 /// The most common value of each field.
@@ -186,7 +189,14 @@ pub(super) static FAMILIES: &[Family] = &[
             "output_router_logits",
             "router_aux_loss_coef",
         ],
-        experts: Some(Mixture { count: 256, top_k: 8, width: Some(512), shared: Some(Shared::Gated(512)), ..MIXTURE }),
+        experts: Some(Mixture {
+            count: 256,
+            top_k: 8,
+            width: Some(512),
+            shared: Some(Shared::Gated(512)),
+            old_names: OldNames::None,
+            ..MIXTURE
+        }),
         kv_heads: Some(2),
         ..QWEN3_5
     },
@@ -213,7 +223,7 @@ pub(super) static FAMILIES: &[Family] = &[
         causal: "MixtralForCausalLM",
         classifier: "MixtralForSequenceClassification",
         keys: MIXTURE_KEYS,
-        experts: Some(MIXTURE),
+        experts: Some(Mixture { old_names: OldNames::Numbered, ..MIXTURE }),
         files: FileForm { experts: ExpertForm::EachNumbered, ..FileForm::PLAIN },
         norm_eps: 1e-5,
         windows: Windows::Everywhere(None),
@@ -260,7 +270,14 @@ pub(super) static FAMILIES: &[Family] = &[
         o_bias: Bias::Key("attention_bias", true),
         mlp_bias: Bias::Never,
         sinks: Sinks::PerHead,
-        experts: Some(Mixture { count: 128, top_k: 4, has_biases: true, clamps: true, ..MIXTURE }),
+        experts: Some(Mixture {
+            count: 128,
+            top_k: 4,
+            has_biases: true,
+            clamps: true,
+            old_names: OldNames::None,
+            ..MIXTURE
+        }),
         files: FileForm { experts: ExpertForm::Columns, ..FileForm::PLAIN },
         norm_eps: 1e-5,
         windows: Windows::Periodic(128, 2),

@@ -16,6 +16,17 @@ pub struct FileRows {
     pub heads: Option<HeadRows>,
     /// The distances of its rows, if those of other parameters are between them.
     pub runs: Option<Runs>,
+    /// Its columns, if those of other parameters are between them.
+    pub columns: Option<Columns>,
+}
+
+/// Columns at equal distances in a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// The first column of the parameter, the distance to the next, and the number of columns of the tensor.
+    pub first: usize,
+    pub step: usize,
+    pub of: usize,
 }
 
 /// Runs of neighboring rows at equal distances in a tensor.
@@ -82,12 +93,26 @@ impl FileRows {
     /// A tensor of its own, of `rows` rows.
     pub fn own(name: &str, rows: usize) -> Self {
         let tensor = name.to_owned();
-        Self { tensor, first: 0, of: rows, matrices: None, is_transposed: false, heads: None, runs: None }
+        Self {
+            tensor,
+            first: 0,
+            of: rows,
+            matrices: None,
+            is_transposed: false,
+            heads: None,
+            runs: None,
+            columns: None,
+        }
     }
 
     /// Whether the values are not neighbors in the order of the parameter.
     pub fn is_scattered(&self) -> bool {
-        self.heads.is_some() || self.runs.is_some() || self.is_transposed
+        self.heads.is_some() || self.runs.is_some() || self.is_transposed || self.columns.is_some()
+    }
+
+    /// The number of columns of the tensor, for a parameter of `width` columns.
+    pub fn width(&self, width: usize) -> usize {
+        self.columns.map_or(width, |columns| columns.of)
     }
 
     /// The number of rows of each matrix of the tensor.
@@ -105,6 +130,8 @@ impl FileRows {
     /// The index in the tensor of element `element` of the parameter, in rows of `width` values.
     fn index(&self, width: usize, element: usize) -> usize {
         let (row, column) = (self.in_file(element / width), element % width);
+        let column = self.columns.map_or(column, |columns| columns.first + column * columns.step);
+        let width = self.width(width);
         if !self.is_transposed {
             return row * width + column;
         }
@@ -124,7 +151,7 @@ impl FileRows {
         if !self.is_scattered() {
             return read(self.first * width + start, out);
         }
-        if self.is_transposed {
+        if self.is_transposed || self.columns.is_some() {
             return (start..).zip(out).for_each(|(at, x)| read(self.index(width, at), std::slice::from_mut(x)));
         }
         let (mut at, mut rest) = (start, out);
@@ -139,7 +166,7 @@ impl FileRows {
 
     /// Writes rows of the parameter of `width` values, from row `first` on, to their places in the tensor.
     pub fn write(&self, width: usize, first: usize, rows: &[f32], tensor: &mut [f32]) {
-        if self.is_transposed {
+        if self.is_transposed || self.columns.is_some() {
             return (first * width..).zip(rows).for_each(|(at, x)| tensor[self.index(width, at)] = *x);
         }
         for (row, values) in rows.chunks_exact(width).enumerate() {
@@ -225,6 +252,29 @@ mod tests {
         two.read(2, 3, &mut out, &read);
         assert_eq!(out, [5.0, 8.0, 9.0, 10.0], "the end of row 2, row 4, the beginning of row 5");
         assert_eq!((two.span(1..4), two.span(0..6), one.span(1..2)), (2..6, 1..9, 3..4));
+    }
+
+    #[test]
+    fn columns_of_several_parameters_in_turn_are_read_and_written_one_by_one() {
+        // Of two experts, gates in rows 0 to 2 and ups in rows 3 to 5, with two columns each.
+        let place = |first: usize, expert: usize| FileRows {
+            first,
+            columns: Some(Columns { first: expert, step: 2, of: 4 }),
+            ..FileRows::own("both", 6)
+        };
+        let mut tensor = vec![f32::NAN; 24];
+        for (first, expert) in [(0, 0), (3, 0), (0, 1), (3, 1)] {
+            let rows = place(first, expert);
+            let at = |row: usize, column: usize| ((first + row) * 4 + 2 * column + expert) as f32;
+            let mut out = [0.0; 3];
+            rows.read(2, 1, &mut out, &|start, out: &mut [f32]| out[0] = start as f32);
+            assert_eq!(out, [at(0, 1), at(1, 0), at(1, 1)]);
+            let all: Vec<f32> = (0..6).map(|i| at(i / 2, i % 2)).collect();
+            rows.write(2, 0, &all[..2], &mut tensor);
+            rows.write(2, 1, &all[2..], &mut tensor);
+            assert!(rows.is_scattered() && rows.width(2) == 4);
+        }
+        assert_eq!(tensor, (0..24).map(|x| x as f32).collect::<Vec<_>>());
     }
 
     #[test]

@@ -25,8 +25,9 @@ pub(super) struct Linear {
     is_whole: bool,
 }
 
+/// The adapter of a matrix of which each rank has all, or the part that its outputs or inputs decide.
 #[derive(Clone, Debug)]
-struct Adapter {
+pub(super) struct Adapter {
     a: ParamId,
     b: ParamId,
     scale: f32,
@@ -55,15 +56,7 @@ impl Linear {
         let weight = table.add_in(place("weight"), &weight, &dims, Layout::Panel, table.normal());
         table.mark_linear(weight);
         let bias = bias.then(|| table.add_in(place("bias"), &bias_name, &dims[..1], Layout::Row, Init::Zeros));
-        let [outputs, inputs] = dims;
-        let adapter = table.adapter(module, inputs.size()).map(|(adapter, init)| {
-            let rank = Cut::Whole(adapter.rank);
-            let a = format!("{module}.lora_A.weight");
-            let a = table.find(&a).unwrap_or_else(|| table.add_own(None, &a, &[rank, inputs], Layout::Panel, init));
-            let (b, dims) = (format!("{name}.lora_B.weight"), [outputs, rank]);
-            let b = table.add_own(place("lora_B.weight"), &b, &dims, Layout::Panel, Init::Zeros);
-            Adapter { a, b, scale: adapter.scale }
-        });
+        let adapter = Adapter::declare(table, module, (name, place("lora_B.weight")), dims);
         let is_whole = matches!(dims, [Cut::Whole(_), Cut::Whole(_)]);
         Self { weight, bias, adapter, is_whole }
     }
@@ -204,6 +197,34 @@ pub(super) fn scaled_product(w: &Unit, x: &Tensor, a: ParamId, scale: f32) -> Te
 }
 
 impl Adapter {
+    /// Declares the adapter of `module` for the part `name` of it with `dims` = [outputs, inputs], if there is one. The
+    /// rows of the part's B are at `place` in the files.
+    pub(super) fn declare(
+        table: &mut ParamTable,
+        module: &str,
+        (name, place): (&str, Option<FileRows>),
+        [outputs, inputs]: [Cut; 2],
+    ) -> Option<Self> {
+        let (adapter, init) = table.adapter(module, inputs.size())?;
+        let rank = Cut::Whole(adapter.rank);
+        let a = format!("{module}.lora_A.weight");
+        let a = table.find(&a).unwrap_or_else(|| table.add_own(None, &a, &[rank, inputs], Layout::Panel, init));
+        let (b, dims) = (format!("{name}.lora_B.weight"), [outputs, rank]);
+        let b = table.add_own(place, &b, &dims, Layout::Panel, Init::Zeros);
+        Some(Self { a, b, scale: adapter.scale })
+    }
+
+    /// y += scale (x A^T) B^T, for a matrix that each rank has.
+    pub(super) fn forward(&self, w: &Unit, x: &Tensor, y: &mut Tensor) {
+        self.add(w, &self.inner(w, x), y);
+    }
+
+    /// dx += scale (dy B) A and the gradients of A and B, for a matrix that each rank has.
+    pub(super) fn backward(&self, w: &Unit, [x, dy]: [&Tensor; 2], dx: &mut Tensor, grads: &mut Gradients) {
+        let dinner = self.backward_outer(w, dy, dx);
+        self.backward_weights(w, [x, dy], &self.inner(w, x), &dinner, grads);
+    }
+
     /// scale x A^T (t, rank)
     fn inner(&self, w: &Unit, x: &Tensor) -> Tensor {
         scaled_product(w, x, self.a, self.scale)

@@ -30,9 +30,6 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// The end of the name of an adapter's second matrix.
-const B: &str = ".lora_B.weight";
-
 /// Loads a model onto `device` with the head `head`. Values on disk (f32, bf16 or f16) are widened or rounded to
 /// `dtype`. A value head that the directory lacks, because it contains a language model, starts as normal(0, 1/(d+1))
 /// from `seed`. Everything else must exist.
@@ -187,6 +184,8 @@ pub struct Source {
     /// The matrices in nf4 by name.
     quantized: HashMap<String, Quantized>,
     adapter: Option<AdapterFiles>,
+    /// The parameters of the whole model that train, if it has adapters.
+    adapters: Option<ParamTable>,
     seed: u64,
 }
 
@@ -211,7 +210,8 @@ fn open_table(files: &ModelFiles, table: Arc<ParamTable>, seed: u64) -> Result<S
     let is_elsewhere =
         |name: &str| table.find(name).is_none() || adapter.as_ref().is_some_and(|adapter| adapter.get(name).is_some());
     let quantized = check(files.dir, files.arch, &whole, &checkpoint, is_elsewhere)?;
-    Ok(Source { arch: files.arch.clone(), table, checkpoint, quantized, adapter, seed })
+    let adapters = files.arch.tuning.as_ref().map(|_| ParamTable::new(files.arch, files.head));
+    Ok(Source { arch: files.arch.clone(), table, checkpoint, quantized, adapter, adapters, seed })
 }
 
 /// The parameter table of the model in `dir`. Only config.json is read: the weights come from elsewhere.
@@ -338,18 +338,16 @@ impl Source {
         if out.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(self.not_finite(&self.file_rows(name).tensor)) }
     }
 
-    /// The place of a parameter in the files. Adapters are not in the table of the whole model; the rows of a B are
-    /// those of its matrix.
+    /// A parameter, or one of an adapter, which is not in the table of the whole model.
+    fn spec(&self, name: &str) -> Option<&ParamSpec> {
+        let of = |table: &'_ ParamTable| table.find(name).filter(|id| !id.is_frozen);
+        let of_adapter = || self.adapters.as_ref().and_then(|table| Some(table.spec(of(table)?)));
+        self.table.find(name).map(|id| self.table.spec(id)).or_else(of_adapter)
+    }
+
+    /// The place of a parameter in the files.
     fn file_rows(&self, name: &str) -> FileRows {
-        if let Some(id) = self.table.find(name) {
-            return self.table.spec(id).file_rows();
-        }
-        let of_matrix = name.strip_suffix(B).and_then(|module| {
-            let file = self.table.spec(self.table.find(&format!("{module}.weight"))?).file.clone()?;
-            let module = file.tensor.strip_suffix(".weight")?;
-            Some(FileRows { tensor: format!("{module}{B}"), ..file })
-        });
-        of_matrix.unwrap_or_else(|| FileRows::own(name, 0))
+        self.spec(name).map_or_else(|| FileRows::own(name, 0), ParamSpec::file_rows)
     }
 
     /// The values of a parameter in the files, those of the adapter first.
@@ -365,7 +363,13 @@ impl Source {
     /// Fills slices with row-major values of a parameter in the files. `check` found them in a known format.
     fn values(&self, name: &str) -> Option<Box<pack::Source<'_>>> {
         let file = self.file_rows(name);
-        let spec = self.table.find(name).map(|id| self.table.spec(id));
+        let spec = self.spec(name);
+        if let Some(values) = self.adapter.as_ref().and_then(|adapter| adapter.joined(&file.tensor)) {
+            let width = spec?.file_width();
+            return Some(Box::new(move |start, to: &mut [f32]| {
+                file.read(width, start, to, &|at, to| to.copy_from_slice(&values[at..at + to.len()]));
+            }));
+        }
         let Some(tensor) = self.stored(&file.tensor) else {
             let (codes, width) = (self.mxfp4(&file.tensor)?, spec?.file_width());
             // Unlike other matrices of the family, they are not transposed.

@@ -2,7 +2,7 @@
 //! trained with frozen parameters.
 
 use super::params::ParamTable;
-use super::tuning::{Adapter, Tuning, adapter_names};
+use super::tuning::{Adapter, Tuning};
 use super::weights::Weights;
 use super::weights::collect::Collector;
 use crate::comm::Axes;
@@ -60,13 +60,9 @@ pub fn merge(
             let mut values = vec![0.0; rows.len() * width];
             read(name, rows.start * width, &mut values).map(|()| values)
         };
-        let module = |name: &str| name.strip_suffix(".weight").map(str::to_owned);
-        let adapter = module(spec.file_name()).and_then(|module| tuning.adapters.get_key_value(&module));
-        let delta = match adapter.zip(module(&spec.name)) {
-            Some(((module, adapter), part)) => {
-                // Parts of one tensor share its A.
-                let ([a, _], [_, b]) = (adapter_names(module), adapter_names(&part));
-                Some(Delta::new(*adapter, read(&a, 0..adapter.rank, width)?, read(&b, 0..n, adapter.rank)?))
+        let delta = match spec.adapter(tuning) {
+            Some((adapter, [a, b])) => {
+                Some(Delta::new(adapter, read(&a, 0..adapter.rank, width)?, read(&b, 0..n, adapter.rank)?))
             }
             None => None,
         };

@@ -6,11 +6,12 @@ use super::file_rows::FileRows;
 use super::layer_units::LayerUnits;
 use super::names::{ROUTER, SHARED_GATE};
 use super::part::{Cut, TensorPart};
-use super::tuning::{Adapter, Param, Tuning};
+use super::targets::Fused;
+use super::tuning::{Adapter, Param, Tuning, adapter_names};
 use crate::config::lora::AdapterInit;
 use crate::device::Device;
 use crate::tensor::{FLAT_ALIGN, Layout, PANEL};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -68,6 +69,8 @@ pub struct ParamSpec {
     /// Whether it is the matrix of a linear layer, which may have an adapter. Routers and experts are not: they are no
     /// modules of their own in transformers.
     pub is_linear: bool,
+    /// What a router or the matrix of an expert is in transformers, which may have an adapter, too.
+    pub fused: Option<Arc<Fused>>,
     /// The place in the files of a model; `None`: a tensor of its name, in the same order.
     pub file: Option<FileRows>,
     /// First element in the flat buffer, a multiple of `FLAT_ALIGN`.
@@ -120,6 +123,9 @@ impl ParamSpec {
         let mut shape = self.full();
         if let Some(file) = &self.file {
             shape[0] = file.of;
+            if let Some(columns) = file.columns {
+                shape[1] = columns.of;
+            }
             if let Some(matrices) = file.matrices {
                 shape.splice(0..1, [matrices, file.of / matrices]);
             }
@@ -128,6 +134,22 @@ impl ParamSpec {
             }
         }
         shape
+    }
+
+    /// The adapter of a matrix, and the names of its A and B. Parts of one tensor share A.
+    pub(super) fn adapter(&self, tuning: &Tuning) -> Option<(Adapter, [String; 2])> {
+        let own = self.name.strip_suffix(".weight")?;
+        let [module, of_a, of_b] = match &self.fused {
+            None => {
+                let module = self.file_name().strip_suffix(".weight")?;
+                [module.to_owned(), module.to_owned(), own.to_owned()]
+            }
+            Some(fused) if fused.experts.is_none() => [(); 3].map(|()| fused.module.clone()),
+            Some(fused) => [fused.module.clone(), fused.of_expert(own), own.to_owned()],
+        };
+        let adapter = tuning.adapters.get(&module)?;
+        let ([a, _], [_, b]) = (adapter_names(&of_a), adapter_names(&of_b));
+        Some((*adapter, [a, b]))
     }
 
     /// Elements without padding.
@@ -240,6 +262,11 @@ impl ParamTable {
         Some((adapter, init))
     }
 
+    /// The module with the tensors of the adapter of a parameter of all experts in the files.
+    pub(super) fn tensor_module(&self, fused: &Fused) -> Option<String> {
+        Some(self.tuning.as_ref()?.tensor_module(fused))
+    }
+
     /// The initial values of a matrix.
     pub(super) fn normal(&self) -> Init {
         Init::Normal { std: self.init_std }
@@ -303,6 +330,7 @@ impl ParamTable {
             layout,
             init,
             is_linear: false,
+            fused: None,
             file,
             offset: self.len,
             len,
@@ -316,6 +344,13 @@ impl ParamTable {
         // A base does not list what trains.
         if let Some(spec) = self.specs.get_mut(id.index).filter(|_| !id.is_frozen) {
             spec.is_linear = true;
+        }
+    }
+
+    /// Notes what a router or the matrix of an expert is in transformers.
+    pub(super) fn mark_fused(&mut self, id: ParamId, fused: &Arc<Fused>) {
+        if let Some(spec) = self.specs.get_mut(id.index).filter(|_| !id.is_frozen) {
+            spec.fused = Some(fused.clone());
         }
     }
 
@@ -403,9 +438,10 @@ impl ParamTable {
     pub fn shapes(&self) -> Vec<Param> {
         let param = |parts: &[ParamSpec]| {
             let (name, shape) = (parts[0].file_name().to_owned(), parts[0].file_shape());
-            Param { name, shape, is_linear: parts[0].is_linear }
+            Param { name, shape, is_linear: parts[0].is_linear, fused: parts[0].fused.clone() }
         };
-        tensors(&self.specs).map(param).collect()
+        let mut seen = HashSet::new();
+        tensors(&self.specs).filter(|parts| seen.insert(parts[0].file_name())).map(param).collect()
     }
 
     pub fn find(&self, name: &str) -> Option<ParamId> {

@@ -3,6 +3,7 @@
 
 use super::block_spec::{DenseSpec, ExpertsSpec, SharedName};
 use super::context::Context;
+use super::linear::Adapter;
 use super::mlp::{Inner, Mlp};
 use super::names::SHARED_GATE;
 use super::params::{ParamId, ParamTable};
@@ -17,6 +18,7 @@ pub(super) struct SharedExpert {
     mlp: Mlp,
     /// w (1, d), the same on each rank, if a token weighs the expert.
     gate: Option<ParamId>,
+    gate_adapter: Option<Adapter>,
 }
 
 /// The activations that the backward needs, besides n.
@@ -35,16 +37,26 @@ impl SharedExpert {
         let dense = DenseSpec { width: shared.width, activation: spec.activation, bias: false, is_joined: false };
         let part = if shared.name == SharedName::Gated { "shared_expert" } else { "shared_experts" };
         let mlp = Mlp::declare(table, &format!("{name}.{part}"), width, &dense);
+        let (dims, weight) = ([Cut::Whole(1), Cut::Whole(width)], format!("{name}{SHARED_GATE}"));
         let gate = (shared.name == SharedName::Gated).then(|| {
-            let dims = [Cut::Whole(1), Cut::Whole(width)];
-            table.add(&format!("{name}{SHARED_GATE}"), &dims, Layout::Panel, table.normal())
+            let gate = table.add(&weight, &dims, Layout::Panel, table.normal());
+            table.mark_linear(gate);
+            gate
         });
-        Some(Self { mlp, gate })
+        let module = weight.trim_end_matches(".weight");
+        let gate_adapter = gate.and_then(|_| Adapter::declare(table, module, (module, None), dims));
+        Some(Self { mlp, gate, gate_adapter })
     }
 
     /// Everything but the last projection, from n (t, d).
     pub(super) fn forward(&self, c: Context, n: &Tensor) -> SharedSaved {
-        let logits = self.gate.map(|gate| row_gate::logits(n, c.w.operand(gate, n.rows())));
+        let logits = self.gate.map(|gate| {
+            let mut logits = row_gate::logits(n, c.w.operand(gate, n.rows()));
+            if let Some(adapter) = &self.gate_adapter {
+                adapter.forward(c.w, n, &mut logits);
+            }
+            logits
+        });
         SharedSaved { inner: self.mlp.inner(c, n), logits }
     }
 
@@ -98,5 +110,8 @@ impl SharedExpert {
         let gate = self.gate.expect("only a gate has logits");
         let dw = (!gate.is_frozen).then(|| grads.weight_mut(gate));
         row_gate::backward_logits(n, c.w.weight(gate), dlogits, dn, dw, c.w.dtype());
+        if let Some(adapter) = &self.gate_adapter {
+            adapter.backward(c.w, [n, dlogits], dn, grads);
+        }
     }
 }

@@ -15,6 +15,7 @@ use crate::sys::files::{self, LargeFile};
 use crate::tensor::{DType, Layout, PANEL};
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -43,11 +44,17 @@ pub(super) struct TensorFiles {
     pub(super) others: Option<Checkpoint>,
     /// Numbers of routers, which the last file of the table has, too.
     pub(super) corrections: Corrections,
-    /// Whether each parameter is in a tensor whose values have another order in the files. Each matrix of it is written as
-    /// a whole.
+    /// Whether each parameter is in a tensor whose values have another order in the files, or are apart in the table. Each
+    /// matrix of it is written as a whole.
     holds: Vec<bool>,
-    /// The values so far of such a matrix, and their number.
-    held: Vec<f32>,
+    /// The values so far of such matrices, by their tensors.
+    held: BTreeMap<String, Held>,
+}
+
+/// The values so far of a matrix, and their number.
+#[derive(Debug, Default)]
+struct Held {
+    values: Vec<f32>,
     placed: usize,
 }
 
@@ -82,11 +89,14 @@ impl TensorFiles {
     pub(super) fn new(dir: &Path, names: Names, table: &Arc<ParamTable>, dtype: DType, shard_bytes_max: usize) -> Self {
         let (mut files, mut holds): (Vec<Range<usize>>, Vec<bool>) = (Vec::new(), Vec::new());
         let (mut bytes, mut end) = (0, 0);
+        let mut runs: BTreeMap<&str, usize> = BTreeMap::new();
+        tensors(table.specs()).for_each(|parts| *runs.entry(parts[0].file_name()).or_default() += 1);
         for parts in tensors(table.specs()) {
             let (start, size) = (end, parts.iter().map(ParamSpec::elements).sum::<usize>() * dtype.bytes());
             end += parts.len();
             let is_scattered = |spec: &ParamSpec| spec.file.as_ref().is_some_and(FileRows::is_scattered);
-            holds.resize(end, parts.iter().any(is_scattered));
+            let is_apart = runs[parts[0].file_name()] > 1;
+            holds.resize(end, is_apart || parts.iter().any(is_scattered));
             match files.last_mut() {
                 Some(file) if bytes + size <= shard_bytes_max || bytes == 0 => file.end = end,
                 _ => {
@@ -109,8 +119,7 @@ impl TensorFiles {
             others: None,
             corrections: Corrections::default(),
             holds,
-            held: Vec::new(),
-            placed: 0,
+            held: BTreeMap::new(),
         }
     }
 
@@ -176,15 +185,16 @@ impl TensorFiles {
     fn hold(&mut self, rows: &[f32]) -> Result<()> {
         let spec = &self.table.specs()[self.next];
         let (file, width) = (spec.file_rows().in_matrix(), spec.file_width());
-        self.held.resize(file.of * width, 0.0);
-        file.write(width, self.written / width, rows, &mut self.held);
-        self.placed += rows.len();
-        if self.placed < self.held.len() {
+        let held = self.held.entry(file.tensor.clone()).or_default();
+        held.values.resize(file.of * file.width(width), 0.0);
+        file.write(width, self.written / width, rows, &mut held.values);
+        held.placed += rows.len();
+        if held.placed < held.values.len() {
             return self.piece(rows.len(), &[]);
         }
-        self.placed = 0;
-        let (held, mut bits) = (std::mem::take(&mut self.held), std::mem::take(&mut self.staging.bits));
-        self.piece(rows.len(), in_dtype(&held, self.dtype, &mut bits))?;
+        let held = self.held.remove(&file.tensor).expect("it was added");
+        let mut bits = std::mem::take(&mut self.staging.bits);
+        self.piece(rows.len(), in_dtype(&held.values, self.dtype, &mut bits))?;
         self.staging.bits = bits;
         Ok(())
     }
@@ -318,8 +328,10 @@ fn header(names: Names, specs: &[ParamSpec], corrections: Option<&Corrections>, 
     let mut entries = Map::new();
     entries.insert("__metadata__".into(), json!({"format": "pt"}));
     let mut start = 0;
-    for parts in tensors(specs) {
-        let first = &parts[0];
+    // In the order in which they are complete, which is that of their bytes.
+    let mut ends: BTreeMap<&str, usize> = BTreeMap::new();
+    ends.extend(specs.iter().enumerate().map(|(i, spec)| (spec.file_name(), i)));
+    for (_, first) in specs.iter().enumerate().filter(|(i, spec)| ends[spec.file_name()] == *i) {
         let shape = if first.file.is_some() { first.file_shape() } else { first.shape.clone() };
         let end = start + shape.iter().product::<usize>() * dtype.bytes();
         let entry = json!({"dtype": name, "shape": shape, "data_offsets": [start, end]});

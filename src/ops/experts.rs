@@ -267,8 +267,20 @@ impl Groups {
         let panels = w.map(|w| panels(OP, w));
         let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, bf16));
         let panels = panels.each_ref().map(|panels| &panels[..]);
-        cpu::grouped::forward(x.data(), &self.ends, panels, y.each_mut().map(Tensor::data_mut), &mut scratch);
+        cpu::grouped::forward(x.data(), &self.ends, panels, y.each_mut().map(Tensor::data_mut), false, &mut scratch);
         y
+    }
+
+    /// y (s, n) += x (s, k) W_e^T. No GPU kernel supports it.
+    pub fn forward_add(&self, x: &Tensor, w: &[Weight], y: &mut Tensor) {
+        const OP: &str = "experts::forward_add";
+        let (s, n, k) = (self.row_count(), w[0].n, w[0].k);
+        check(OP, "x", x, s, k);
+        check(OP, "y", y, s, n);
+        self.note(w);
+        let _span = trace::operation("experts", "rows n k", || [s, n, k]);
+        let mut scratch = Buffer::scratch(cpu::grouped::row_scratch(s, k, is_bf16(w)));
+        cpu::grouped::forward(x.data(), &self.ends, [&panels(OP, w)], [y.data_mut()], true, &mut scratch);
     }
 
     /// dx (s, k) = dy (s, n) W_e, or dx += with `add`.

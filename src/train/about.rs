@@ -98,8 +98,13 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
         let mut of_modules: BTreeMap<&str, usize> = BTreeMap::new();
         for spec in trained.specs() {
             let module = spec.name.trim_end_matches(".weight").trim_end_matches(".bias");
-            let module = module.trim_end_matches(".lora_A").trim_end_matches(".lora_B");
-            *of_modules.entry(module.rsplit('.').next().unwrap_or(module)).or_default() += spec.elements();
+            let matrix = module.trim_end_matches(".lora_A").trim_end_matches(".lora_B");
+            let last = match matrix.rsplit('.').next().unwrap_or(matrix) {
+                // One adapter for both, as in the files.
+                "gate_proj" | "up_proj" if matrix != module && matrix.contains(".experts.") => "gate_up_proj",
+                last => last,
+            };
+            *of_modules.entry(last).or_default() += spec.elements();
         }
         let of_modules: Vec<String> =
             of_modules.iter().map(|(module, elements)| format!("{module} {}", count(*elements as f64))).collect();

@@ -65,7 +65,10 @@ fn adapters_of_peft_have_its_results_with_their_base_alone_and_merged() {
     let at = |name: &str| fixture.path(name).display().to_string();
     let plain = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "reward", "reward-qwen2"];
     // Joined matrices, reordered heads, and a model with images.
-    for name in plain.into_iter().chain(["phi3-short", "glm4", "gemma3"]) {
+    let joined = ["phi3-short", "glm4", "gemma3"];
+    // Routers and experts, in several forms of files, one of transformers 4.
+    let experts = ["mixtral-old", "qwen3_moe-experts", "gpt_oss-experts", "qwen3_next-experts"];
+    for name in plain.into_iter().chain(joined).chain(experts) {
         let bytes = fs::read(golden().join(format!("adapters/{name}.safetensors"))).expect("results");
         let file = SafeTensors::deserialize(&bytes).expect("tensors");
         let (tokens, ends) = (numbers::<u32>(&file, "tokens"), numbers::<u32>(&file, "cu_seqlens"));
@@ -73,7 +76,8 @@ fn adapters_of_peft_have_its_results_with_their_base_alone_and_merged() {
         fixture.jsonl("rows.jsonl", &ends.windows(2).map(row).collect::<Vec<_>>());
         let is_reward = name.starts_with("reward");
         let expected = numbers::<f32>(&file, if is_reward { "scores" } else { "logprobs" });
-        let (base, adapter) = (format!("models/{name}"), format!("adapters/{name}"));
+        let model = name.trim_end_matches("-experts").trim_end_matches("-old");
+        let (base, adapter) = (format!("models/{model}"), format!("adapters/{name}"));
         let greedy = (!is_reward).then(|| numbers::<u32>(&file, "greedy"));
         let prompt = greedy.as_ref().map(|greedy| {
             fixture.jsonl("prompt.jsonl", &[json!({"tokens": greedy[..greedy.len() - 12]})]);
@@ -90,7 +94,11 @@ fn adapters_of_peft_have_its_results_with_their_base_alone_and_merged() {
         let short = at("short");
         let rounded = ["export", &base, "--adapter", &adapter, "--dtype", "bf16", "--force", "--out", &short];
         command::run(&golden(), &rounded).well();
-        let file = if name == "gemma3" { "model-00001-of-00002.safetensors" } else { "model.safetensors" };
+        let file = if fixture.path(&format!("{name}/model.safetensors.index.json")).exists() {
+            "model-00001-of-00002.safetensors"
+        } else {
+            "model.safetensors"
+        };
         let [whole, short] = [name, "short"].map(|dir| fixture.read(&format!("{dir}/{file}")));
         assert_rounded_once(&whole, &short, name);
     }

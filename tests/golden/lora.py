@@ -56,6 +56,25 @@ CASES = {
     "inside": ("gemma3", torch.bfloat16, dict(
         target_modules=r".*language_model.*\.(q|up)_proj", rank_pattern={r"layers\.1\.mlp.up_proj": 1}, r=2,
         modules_to_save=["language_model.norm"])),
+    # Routers and experts.
+    "all-mixtral": ("mixtral", None, dict(target_modules="all-linear", r=2)),
+    "all-qwen3_moe": ("qwen3_moe", None, dict(target_modules="all-linear", r=3, use_rslora=True)),
+    "all-qwen3_next": ("qwen3_next", None, dict(target_modules="all-linear", r=2)),
+    "all-qwen3_5_moe": ("qwen3_5_moe_text", None, dict(target_modules="all-linear", r=2)),
+    "all-gpt_oss": ("gpt_oss", None, dict(target_modules="all-linear", r=2)),
+    "all-glm4_moe": ("glm4_moe", None, dict(target_modules="all-linear", r=2)),
+    "all-deepseek_v3": ("deepseek_v3", None, dict(target_modules="all-linear", r=2)),
+    "all-glm4_moe_lite": ("glm4_moe_lite", None, dict(target_modules="all-linear", r=2)),
+    "experts": ("qwen3_moe", torch.bfloat16, dict(target_modules=["gate_proj", "up_proj", "gate", "o_proj"], r=2)),
+    "experts-layers": ("qwen3_next", None, dict(
+        target_modules=["v_proj"], layers_to_transform=[1], exclude_modules=["gate"], r=2,
+        target_parameters=["experts.down_proj", "mlp.gate.weight"])),
+    "experts-patterns": ("gpt_oss", torch.float32, dict(
+        target_modules=[], target_parameters=["experts.down_proj", "layers.0.mlp.experts.gate_up_proj", "router.weight"],
+        r=4, lora_alpha=6, use_rslora=True, rank_pattern={"down_proj": 2, "router": 1},
+        alpha_pattern={"router.weight": 3})),
+    "experts-linear": ("glm4_moe", torch.float16, dict(
+        target_modules=["k_proj"], target_parameters=["shared_experts.up_proj.weight", "gate_up_proj"], r=2)),
 }
 
 
@@ -68,23 +87,29 @@ def fill(tensor):
     return values.reshape(tensor.shape).to(tensor.dtype)
 
 
+def of_parameter(key, layer):
+    """The name of what an adapter changes: a module, or a parameter of all experts."""
+    last = getattr(layer, "parameter_name", "weight")
+    return key if last == "weight" else f"{key.replace('.base_layer', '')}.{last}"
+
+
 def make(case):
     name, dtype, settings = CASES[case]
     config = LoraConfig(**{"task_type": "CAUSAL_LM", "lora_alpha": 16, **settings})
     model = get_peft_model(base(name), config)
     layers = {key: layer for key, layer in model.base_model.model.named_modules() if isinstance(layer, LoraLayer)}
-    adapters = {key.replace("language_model.", ""): [layer.r["default"], layer.scaling["default"]]
+    adapters = {of_parameter(key, layer).replace("language_model.", ""): [layer.r["default"], layer.scaling["default"]]
                 for key, layer in layers.items()}
     out = HERE / "lora" / case
     # Else PEFT compares vocabularies, for which it reads a config.json that transformers rejects.
-    model.save_pretrained(out, save_embedding_layers=False if name == "phi3-short" else "auto")
+    model.save_pretrained(out, save_embedding_layers=False if name in ("phi3-short", "glm4_moe", "gpt_oss") else "auto")
     tensors = load_file(out / "adapter_model.safetensors")
     prefix = "base_model.model."
     whole = sorted(key.removeprefix(prefix).replace("language_model.", "") for key in tensors if ".lora_" not in key)
     config = json.loads((out / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = f"models/{name}"
     # PEFT writes its sets in any order.
-    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+    for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters"):
         if isinstance(config[key], list):
             config[key] = sorted(set(config[key]))
     (out / "README.md").unlink()

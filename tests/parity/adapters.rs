@@ -3,7 +3,8 @@
 use crate::models::{norm, relative_gap};
 use crate::parity::exported::tensors;
 use crate::parity::golden::{
-    ADAPTED, DENSE_MODELS, ENTROPY_COEF, Model, REWARD_MODELS, adapter, check_gradients, directory, gap, weights,
+    ADAPTED, ADAPTED_BEFORE, DENSE_MODELS, ENTROPY_COEF, Model, REWARD_MODELS, adapter, check_gradients, directory,
+    gap, weights,
 };
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::Recompute;
@@ -19,7 +20,7 @@ use std::sync::Arc;
 
 #[test]
 fn logprobs_and_gradients_of_adapters_agree_with_peft_for_every_family() {
-    for name in ADAPTED {
+    for name in ADAPTED.into_iter().chain(ADAPTED_BEFORE) {
         let m = Model::adapted(name, Head::LanguageModel, DType::F32);
         let (grads, logprobs, entropy) = m.language_model_backward();
         for (got, key) in [(&logprobs, "logprobs_t"), (&entropy, "entropy")] {
@@ -100,7 +101,7 @@ fn dequantized(files: &ModelFiles, out: &Path) {
 #[test]
 fn a_model_on_a_base_in_nf4_computes_bitwise_as_on_the_dequantized_base() {
     let scratch = tempfile::tempdir().expect("a directory");
-    for name in ["llama3", "phi3-short", "glm4", "qwen3_next"] {
+    for name in ["llama3", "phi3-short", "glm4", "qwen3_next", "qwen3_moe-experts"] {
         let (dir, from, head, out) = (directory(name), adapter(name), Head::LanguageModel, scratch.path().join(name));
         let arch = adapted(&dir, Some(&from), head).expect("an adapter");
         let files = |dir| ModelFiles { dir, adapter: Some(&from), arch: &arch, head };
@@ -128,9 +129,23 @@ fn matrix(weights: &Weights, id: ParamId) -> Vec<f32> {
     }
 }
 
+/// The matrices of what has an adapter, and the modules of their A and B.
+fn parts_of(base: &Weights, name: &str) -> Vec<[String; 3]> {
+    let matrix = name.trim_end_matches(".weight");
+    let Some((layer, last)) = matrix.split_once(".experts.") else {
+        return vec![[matrix.replace(".mlp.router", ".mlp.gate"), matrix.to_owned(), matrix.to_owned()]];
+    };
+    let parts = if last == "down_proj" { &["down_proj"][..] } else { &["gate_proj", "up_proj"] };
+    let is_down =
+        |name: &str| name.starts_with(layer) && name.ends_with(".down_proj.weight") && name.contains(".experts.");
+    let count = base.table.specs().iter().filter(|spec| is_down(&spec.name)).count();
+    let of = |e: usize| parts.iter().map(move |part| [part, last, part].map(|p| format!("{layer}.experts.{e}.{p}")));
+    (0..count).flat_map(of).collect()
+}
+
 /// ||s B A||_F of one adapter, from every element of the product.
-fn product_norm(weights: &Weights, module: &str, scale: f64) -> f64 {
-    let [(a, [rank, width]), (b, [n, _])] = ["A", "B"].map(|part| {
+fn product_norm(weights: &Weights, modules: [&str; 2], scale: f64) -> f64 {
+    let [(a, [rank, width]), (b, [n, _])] = [("A", modules[0]), ("B", modules[1])].map(|(part, module)| {
         let id = weights.table.find(&format!("{module}.lora_{part}.weight")).expect("it is there");
         let spec = weights.table.spec(id);
         let (rows, columns) = spec.dims();
@@ -152,6 +167,8 @@ fn the_sizes_of_adapters_relative_to_their_matrices_are_those_of_the_whole_produ
         ("mistral", Head::LanguageModel, DType::Bf16, false),
         ("qwen2", Head::LanguageModel, DType::F32, true),
         ("reward-qwen2", Head::Value, DType::F32, false),
+        ("qwen3_moe-experts", Head::LanguageModel, DType::F32, false),
+        ("gpt_oss-experts", Head::LanguageModel, DType::Bf16, false),
     ] {
         let (dir, from, axes) = (directory(name), adapter(name), Axes::one());
         let arch = adapted(&dir, Some(&from), head).expect("an adapter");
@@ -162,9 +179,15 @@ fn the_sizes_of_adapters_relative_to_their_matrices_are_those_of_the_whole_produ
         let ratios = norms.ratios(&weights, &axes);
         assert_eq!(ratios.len(), adapters.len(), "{name}");
         for (matrix_name, ratio) in &ratios {
-            let module = matrix_name.strip_suffix(".weight").expect("a matrix");
-            let frozen = matrix(&base, base.table.find(matrix_name).expect("it is frozen"));
-            let want = product_norm(&weights, module, f64::from(adapters[module].scale)) / norm(frozen.into_iter());
+            let module = matrix_name.trim_end_matches(".weight");
+            let scale = f64::from(adapters[module].scale);
+            // A parameter of all experts has the matrices of each.
+            let all = parts_of(&base, matrix_name);
+            let id = |name: &str| base.table.find(&format!("{name}.weight")).expect("it is frozen");
+            let products = all.iter().map(|[_, a, b]| product_norm(&weights, [a, b], scale));
+            let frozen = all.iter().map(|[frozen, ..]| norm(matrix(&base, id(frozen)).into_iter()));
+            let sum = |norms: Vec<f64>| norms.into_iter().map(|x| x * x).sum::<f64>().sqrt();
+            let want = sum(products.collect()) / sum(frozen.collect());
             let apart = (ratio - want).abs() / want;
             assert!(want > 1e-3 && apart < 1e-12, "{name}: {matrix_name} has {ratio}, of the product {want}");
         }

@@ -49,7 +49,7 @@ pub const DENSE_MODELS: [&str; 30] = [
     "gpt_oss-mxfp4",
 ];
 /// Language models with adapters.
-pub const ADAPTED: [&str; 17] = [
+pub const ADAPTED: [&str; 25] = [
     "llama2",
     "llama3",
     "mistral",
@@ -67,7 +67,18 @@ pub const ADAPTED: [&str; 17] = [
     "qwen3_next",
     "qwen3_5_moe_text",
     "gpt_oss",
+    // With adapters of experts, routers and gates, on models without the suffix.
+    "qwen3_moe-experts",
+    "mixtral-experts",
+    "gpt_oss-experts",
+    "qwen3_next-experts",
+    "deepseek_v3-experts",
+    "glm4_moe-experts",
+    "qwen3_5_moe_text-experts",
+    "qwen3_moe-stacked-experts",
 ];
+/// Whose adapters have tensors of each expert, as those of transformers 4.
+pub const ADAPTED_BEFORE: [&str; 2] = ["qwen3_moe-old", "mixtral-old"];
 /// With adapters, too.
 pub const REWARD_MODELS: [&str; 2] = ["reward", "reward-qwen2"];
 pub const DENSE_REWARD_MODELS: [&str; 8] = [
@@ -86,12 +97,14 @@ pub const ENTROPY_COEF: f32 = 0.05;
 pub const PROMPT: usize = 5;
 
 pub fn directory(name: &str) -> PathBuf {
+    let is_model = ["gemma3-old"].contains(&name);
+    let name = if is_model { name } else { name.trim_end_matches("-experts").trim_end_matches("-old") };
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
 /// The adapter of a model.
 pub fn adapter(name: &str) -> PathBuf {
-    directory(name).join("../../adapters").join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/adapters").join(name)
 }
 
 /// The results of transformers for a model.

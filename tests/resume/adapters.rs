@@ -1,6 +1,7 @@
 //! Whole jobs that train adapters, or a part of the parameters, on a frozen base: equal on every axis of the mesh, equal
 //! after an interruption, with samples of the trained model, and able to learn.
 
+use crate::resume::families;
 use crate::resume::job::{Job, place};
 use serde_json::Value;
 
@@ -72,6 +73,45 @@ fn ppo_with_adapters_samples_from_the_trained_model_on_any_layout() {
         assert!(kl[0] == 0.0 && kl[1].abs() > 1e-5 && kl[2].abs() > 1e-5, "{name}: {kl:?}");
         if !more.contains("placement") {
             whole.rewound(&format!("tuned-ppo-{name}-again"), 2).done().assert_same(&whole);
+        }
+    }
+}
+
+/// All matrices of mixtures that PEFT adapts with "all-linear", or parameters by name.
+#[test]
+fn ppo_with_adapters_of_experts_samples_as_it_trains_on_any_layout_and_resumes_bitwise() {
+    let parameters = "lora.targets=[\"o_proj\"] lora.target_parameters=[\"experts.gate_up_proj\",\"experts.down_proj\",\"router.weight\"]";
+    for (model, more, layouts) in [
+        ("mixtral", "job.steps=20", &[][..]),
+        ("qwen3_next", "job.steps=20", &[(2, "mesh.tensor=2")]),
+        ("gpt_oss", parameters, &[(2, "mesh.expert=2"), (4, "mesh.expert=2 mesh.tensor=2")]),
+        ("qwen3_moe-stacked", "lora.train_also=[\"norm\"]", &[(4, "mesh.expert=2 mesh.zero=3"), (2, "mesh.tensor=2")]),
+        ("deepseek_v3", "model.dtype=bf16", &[(2, "mesh.data=2 mesh.zero=3")]),
+    ] {
+        let made = format!("experts-{model}");
+        families::make(model, &made);
+        let sets = format!(
+            "model.actor={made} lora.rank=2 lora.alpha=4 optim.actor.lr=0.02 job.steps=3 ppo.minibatch_samples=16 \
+             rollout.response_tokens_max=16 {more}"
+        );
+        let job = |run: &str| Job::ppo(&format!("{made}-{run}")).with(&sets);
+        let alone = job("alone").done();
+        for (i, (ranks, layout)) in [(0, "")].iter().chain(layouts).enumerate() {
+            let whole = job(&i.to_string()).on(*ranks).with(layout).done();
+            let steps = alone.metrics().len();
+            assert_eq!(whole.numbers("logprob_gap_max"), vec![0.0; steps], "{model} on {layout}");
+            assert_eq!(whole.numbers("experts_equal_ratio"), vec![1.0; steps], "{model} on {layout}");
+            let kl = whole.numbers("kl_mean");
+            assert!(kl[0] == 0.0 && kl[1].abs() > 1e-6, "{model} on {layout}: {kl:?}");
+            let most = if more.contains("bf16") { 0.05 } else { 1e-3 };
+            for key in ["loss", "grad_norm", "adapter_norm_ratio_max"] {
+                let first = [&whole, &alone].map(|job| job.numbers(key)[0]);
+                assert!(
+                    (first[0] - first[1]).abs() <= most * first[1].abs().max(0.1),
+                    "{model} on {layout}: {key} {first:?}"
+                );
+            }
+            whole.rewound(&format!("{made}-{i}-again"), steps as u64 - 1).done().assert_same(&whole);
         }
     }
 }

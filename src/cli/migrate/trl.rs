@@ -198,7 +198,8 @@ fn optimizer(draft: &mut Draft, method: &str) {
 }
 
 fn lora(draft: &mut Draft) {
-    const NAMES: [&str; 4] = ["lora_r", "lora_alpha", "lora_target_modules", "lora_modules_to_save"];
+    const NAMES: [&str; 5] =
+        ["lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"];
     if !draft.is_true(&["use_peft"]) {
         for name in NAMES.into_iter().chain(["use_rslora", "lora_dropout"]) {
             if draft.given(name).is_some() {
@@ -212,6 +213,7 @@ fn lora(draft: &mut Draft) {
     draft.set("lora.rank", rank as i64, &["lora_r", "use_peft"]);
     draft.set("lora.alpha", alpha, &["lora_alpha"]);
     words(draft, "lora_target_modules", "lora.targets");
+    words(draft, "lora_target_parameters", "lora.target_parameters");
     words(draft, "lora_modules_to_save", "lora.train_also");
     if draft.value("lora.targets").is_none() {
         let modules: Vec<Value> = ["q_proj", "v_proj"].map(Value::from).to_vec();

@@ -35,8 +35,15 @@ pub fn row_scratch(m: usize, width: usize, bf16: bool) -> usize {
     row_words_scratch(if bf16 { Arithmetic::Bf16 } else { Arithmetic::F32 }, m, width)
 }
 
-/// y[i] = x[i] W_e^T for each of several lists of matrices of one width, which see the same x.
-pub fn forward<const N: usize>(x: &[f32], ends: &[usize], w: [&[Panels]; N], y: [&mut [f32]; N], scratch: &mut [f32]) {
+/// y[i] = x[i] W_e^T, or y[i] += with `add`, for each of several lists of matrices of one width, which see the same x.
+pub fn forward<const N: usize>(
+    x: &[f32],
+    ends: &[usize],
+    w: [&[Panels]; N],
+    y: [&mut [f32]; N],
+    add: bool,
+    scratch: &mut [f32],
+) {
     let level = level();
     let (_, k, arithmetic) = dims(w[0], ends);
     let (m, steps) = (ends[ends.len() - 1], words_of(arithmetic, k));
@@ -62,7 +69,7 @@ pub fn forward<const N: usize>(x: &[f32], ends: &[usize], w: [&[Panels]; N], y: 
                 c: Shares::new(c),
                 continued: false,
                 bias: None,
-                addend: Addend::Nothing,
+                addend: if add { Addend::Result } else { Addend::Nothing },
             });
         }
     }

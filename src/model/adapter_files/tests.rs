@@ -1,6 +1,7 @@
 //! Adapters of PEFT for the tiny models, which tests/golden/lora.py makes.
 
 use super::*;
+use crate::config::lora::LoraConfig;
 use crate::device::Device;
 use crate::model::export::Export;
 use crate::model::params::{Init, ParamTable};
@@ -90,6 +91,68 @@ fn the_settings_of_peft_select_the_modules_ranks_and_scales_that_peft_selects() 
             .collect();
         assert_eq!(tuning.adapters, adapters, "{name}");
         assert_eq!(json!(tuning.whole), case["whole"], "{name}");
+    }
+}
+
+/// The settings before PEFT takes the names of experts and routers for parameters.
+#[test]
+fn a_job_on_all_linear_layers_has_the_adapters_of_peft_in_every_family_of_mixtures() {
+    let cases: Vec<_> =
+        cases().into_iter().filter(|(name, _)| name.starts_with("all-") && name != "all-qwen3").collect();
+    assert_eq!(cases.len(), 8);
+    for (name, case) in cases {
+        let (of_peft, params) = (&case["config"], params_of(&case));
+        let (rank, rslora) = (&of_peft["r"], &of_peft["use_rslora"]);
+        let settings: LoraConfig =
+            toml::from_str(&format!("rank = {rank}\nalpha = 16\nrslora = {rslora}")).expect(&name);
+        let tuning = Tuning::lora(&settings, "lora", &params).expect(&name);
+        let converted = AdapterConfig::from_json(of_peft.as_object().expect("settings")).expect(&name);
+        assert_eq!(tuning.adapters, converted.tuning(&params).expect(&name).adapters, "{name}");
+        let object = json!({"peft_type": "LORA", "r": rank, "lora_alpha": 16, "use_rslora": rslora,
+                            "target_modules": "all-linear"});
+        let raw = AdapterConfig::from_json(object.as_object().expect("settings")).expect(&name);
+        assert_eq!(raw.tuning(&params).expect(&name).adapters, tuning.adapters, "{name}");
+        // PEFT reads what is written here as it reads its own file.
+        let written = raw.to_json(&tuning, &params, Naming::Plain);
+        for key in ["rank_pattern", "alpha_pattern"] {
+            assert_eq!(written[key], of_peft[key], "{name}: {key}");
+        }
+        let again = AdapterConfig::from_json(&written).expect(&name).tuning(&params).expect(&name);
+        assert_eq!(again.adapters, tuning.adapters, "{name}");
+        let has = |key: &str| written.get(key).is_some_and(|all| all.as_array().is_some_and(|all| !all.is_empty()));
+        assert_eq!(has("target_parameters"), !of_peft["target_parameters"].is_null(), "{name}");
+    }
+}
+
+#[test]
+fn adapters_of_experts_that_do_not_fit_are_rejected_by_their_tensor() {
+    for (key, value, message) in [
+        ("rank_pattern", json!({}), "experts.lora_A.weight has rank 4, but adapter_config.json gives 2 / check r"),
+        (
+            "target_parameters",
+            json!(["gate_up_proj"]),
+            "unknown tensors: base_model.model.model.layers.0.mlp.gate.lora_A",
+        ),
+        (
+            "target_parameters",
+            json!(["gate_up_proj", "experts.down_proj", "gate.weight"]),
+            "missing tensors: base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight",
+        ),
+        (
+            "target_modules",
+            json!(["o_proj", "up_proj"]),
+            "target_modules must name both gate_proj and up_proj, or none",
+        ),
+        (
+            "target_parameters",
+            json!(["gate_up_proj", "gate.weight", "embed_tokens.weight"]),
+            "(got \"embed_tokens.weight\"",
+        ),
+    ] {
+        let changed = Changed::new("experts");
+        changed.set(key, value.clone());
+        let error = changed.error();
+        assert!(error.contains(message), "{key} = {value}: {error}");
     }
 }
 
@@ -246,7 +309,17 @@ fn settings_that_are_not_computed_are_rejected_by_their_key() {
         ("lora_bias", json!(true), "lora_bias must be off, as biases of adapters"),
         ("bias", json!("lora_only"), "bias must be \"none\""),
         ("fan_in_fan_out", json!(true), "fan_in_fan_out must be false"),
-        ("target_parameters", json!(["mlp.experts.down_proj"]), "target_parameters must be off"),
+        ("target_parameters", json!("experts.down_proj"), "target_parameters must be a list of strings"),
+        (
+            "target_parameters",
+            json!(["q_proj.weight"]),
+            "must not name what target_modules selects (got model.layers.0.self",
+        ),
+        (
+            "target_parameters",
+            json!(["norm.weight"]),
+            "target_parameters must name matrices of layers only (got \"norm.w",
+        ),
         ("layer_replication", json!([[0, 1], [0, 1]]), "layer_replication must be off"),
         ("megatron_config", json!({"a": 1}), "megatron_config must be off"),
         ("trainable_token_indices", json!([3]), "trainable_token_indices must be off"),

@@ -1,6 +1,7 @@
 //! Settings of jobs for the tiny models of tests/golden/models. `adapter_files` compares the same rules with PEFT.
 
 use super::*;
+use crate::error::Kind;
 use crate::model::ParamTable;
 use crate::model::{Arch, Head};
 use std::path::Path;
@@ -103,6 +104,83 @@ fn settings_that_do_not_fit_the_model_are_rejected_with_their_key_and_value() {
         assert!(error.message.contains(message), "{text}: {}", error.message);
         assert!(error.hint.clone().unwrap_or_default().contains(hint), "{text}: {:?}", error.hint);
         assert_eq!(error.kind, Kind::Usage);
+    }
+}
+
+/// The parameters of a model of tests/golden/models.
+fn golden(name: &str) -> Vec<Param> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+    ParamTable::new(&Arch::load(&dir).expect("a model"), Head::LanguageModel).shapes()
+}
+
+/// Layers 0 and 2 of qwen3_moe and all of mixtral, 1 and 2 of glm4_moe have experts, and the latter shared ones.
+#[test]
+fn a_job_selects_routers_and_experts_by_old_names_and_parameters() {
+    for (model, text, wanted) in [
+        ("qwen3_moe", "targets = [\"gate\"]", "0.mlp.gate 4; 2.mlp.gate 4"),
+        ("qwen3_moe", "targets = [\"gate\"]\nrank_pattern = { gate = 2 }\nlayers = [2]", "2.mlp.gate 2"),
+        ("mixtral", "targets = [\"w1\", \"w3\"]\nlayers = [1]", "1.mlp.experts.gate_up_proj 8"),
+        (
+            "mixtral",
+            "targets = \"\"\ntarget_parameters = [\"0.mlp.experts.gate_up_proj\"]",
+            "0.mlp.experts.gate_up_proj 4",
+        ),
+        ("glm4_moe", "targets = [\"shared_experts.up_proj\"]\nlayers = [1]", "1.mlp.shared_experts.up_proj 4"),
+        ("glm4_moe", "targets = [\"down_proj\"]\nlayers = [\"0-1\"]", "1.mlp.experts.down_proj 4"),
+        ("glm4_moe", "targets = [\"0.mlp.down_proj\"]", "0.mlp.down_proj 4"),
+        ("glm4_moe", "exclude = \".*(attn|down_proj|mlp.gate).*\"\nlayers = [2]", "2.mlp.experts.gate_up_proj 8"),
+        (
+            "qwen3_moe",
+            "exclude = [\"gate_up_proj\", \"mlp.gate\"]\nlayers = [0]",
+            "0.mlp.experts.down_proj 4; 0.self_attn.k_proj 4; \
+             0.self_attn.o_proj 4; 0.self_attn.q_proj 4; 0.self_attn.v_proj 4",
+        ),
+        ("gpt_oss", "targets = []\ntarget_parameters = [\"router.weight\"]\nlayers = [0]", "0.mlp.router 4"),
+        ("qwen3_next", "targets = [\"shared_expert_gate\"]\nlayers = [2]", "2.mlp.shared_expert_gate 4"),
+    ] {
+        let tuning = Tuning::lora(&settings(&format!("rank = 4\n{text}")), "lora", &golden(model)).expect(text);
+        let found: Vec<String> = tuning
+            .adapters
+            .iter()
+            .map(|(module, of)| format!("{} {}", module.trim_start_matches("model.layers."), of.rank))
+            .collect();
+        assert_eq!(found.join("; "), wanted, "{model}: {text}");
+    }
+    for (model, text, message, hint) in [
+        ("qwen3_moe", "targets = [\"gate_proj\"]", "lora.targets must name both gate_proj and up_proj, or none", ""),
+        (
+            "qwen3_moe",
+            "targets = [\"w1\"]",
+            "must list names of modules (got \"w1\"",
+            "and routers, down_proj, gate, gate_proj",
+        ),
+        (
+            "mixtral",
+            "target_parameters = [\"experts.up_proj\"]",
+            "target_parameters must list names of parameters",
+            "mlp.gate.weight",
+        ),
+        ("llama3", "target_parameters = [\"gate.weight\"]", "(got \"gate.weight\", which matches none)", "no experts"),
+        ("llama3", "target_parameters = [\"q_proj.weight\"]", "must not name what lora.targets selects", ""),
+        ("gpt_oss", "target_parameters = [\"gate_up_proj_bias\"]", "must name matrices of layers only", ""),
+        (
+            "gpt_oss",
+            "targets = [\"router\"]",
+            "(got model.layers.0.mlp.router)",
+            "lora.target_parameters = [\"model.layers.0.mlp.router.weight\"]",
+        ),
+        ("gpt_oss", "targets = [\"gate_up_proj\"]", "lora.targets must match linear layers that", ""),
+        (
+            "qwen3_moe",
+            "rank = 13\ntargets = [\"gate_proj\", \"up_proj\"]",
+            "lora.rank must be at most 12, half of the smaller side",
+            "",
+        ),
+    ] {
+        let rank = if text.starts_with("rank = ") { "" } else { "rank = 4\n" };
+        let error = Tuning::lora(&settings(&format!("{rank}{text}")), "lora", &golden(model)).expect_err(text);
+        assert!(error.message.contains(message), "{text}: {}", error.message);
+        assert!(error.hint.clone().unwrap_or_default().contains(hint), "{text}: {:?}", error.hint);
     }
 }
 
