@@ -84,8 +84,12 @@ impl AdapterNorms {
         let (table, mut squares) = (&*weights.table, Vec::with_capacity(self.adapters.len()));
         for of_unit in self.adapters.chunk_by(|one, next| one.unit == next.unit) {
             let held = weights.own_unit(of_unit[0].unit);
-            // A rank has the experts that it computes.
+            // A rank has the layers of its stage, and the experts that it computes.
             let here = held.values().range();
+            if here.is_empty() {
+                squares.extend(of_unit.iter().map(|_| 0.0));
+                continue;
+            }
             let is_here = |id: &ParamId| here.contains(&table.spec(*id).offset);
             let ids = || of_unit.iter().flat_map(|adapter| adapter.parts.iter().flatten()).filter(|id| is_here(id));
             let start = ids().map(|id| table.spec(*id).range().start).min().unwrap_or(here.start);
