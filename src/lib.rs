@@ -15,7 +15,7 @@
 //! | 3 | `tensor` |
 //! | 2 | `device` |
 //! | 1 | `sys` |
-//! | 0 | `config` `mesh` `experience` `dtype` `error` `hub` `rng` `url` |
+//! | 0 | `config` `mesh` `experience` `pictures` `dtype` `error` `hub` `rng` `url` |
 
 pub mod advantage;
 pub mod checkpoint;
@@ -37,6 +37,7 @@ pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod optim;
+pub mod pictures;
 pub mod plan;
 pub mod reward;
 pub mod rng;

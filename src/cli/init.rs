@@ -54,8 +54,12 @@ pub fn run(args: &Args) -> Result<()> {
         _ => return Err(Error::usage("init needs either --config or --like")),
     };
     let mut arch = Arch::from_config(&config).map_err(|e| e.within(&from))?;
-    // New weights are a language model's alone.
-    arch.wrapper = None;
+    if arch.wrapper.is_some() && arch.family.is_inside() {
+        arch = arch.with_tower().map_err(|e| e.within(&from))?;
+    } else {
+        // New weights are a language model's alone.
+        arch.wrapper = None;
+    }
     if let (Some(tokenizer), Some(dir)) = (&tokenizer, &args.tokenizer) {
         let vocabulary = tokenizer.vocabulary();
         arch = arch.ending_with(tokenizer.eos_ids());
@@ -96,7 +100,9 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
     let (dir, vocabulary) = (hub::model_dir(like), tokenizer.map_or(tiny::VOCABULARY, Tokenizer::vocabulary));
     let is_dir = dir.exists() || like.contains('/');
     let mut config = match Family::named_or_inside(like) {
-        Ok(family) if is_tiny => tiny::of_family(family, vocabulary),
+        // The name of a family is its language model alone.
+        Ok(family) if is_tiny && like == family.name => tiny::of_family(family, vocabulary),
+        Ok(family) if is_tiny => seeing(family, tiny::of_family(family, vocabulary), tokenizer)?,
         Ok(_) if !is_dir => {
             let what = format!("--like {like} needs --tiny, as a family has models of many sizes");
             return Err(Error::usage(what).hint("pass --tiny, or a model directory"));
@@ -104,7 +110,12 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
         Err(error) if !is_dir => return Err(error.within("--like")),
         _ => {
             let arch = Arch::load(&dir)?;
-            if is_tiny { tiny::scaled(&arch, vocabulary) } else { arch.source }
+            match (is_tiny, &arch.wrapper) {
+                (true, None) => tiny::scaled(&arch, vocabulary),
+                (true, Some(_)) => seeing(arch.family, tiny::scaled(&arch, vocabulary), tokenizer)?,
+                (false, Some(wrapper)) if arch.family.is_inside() => wrapper.wrap(arch.source.clone()),
+                (false, _) => arch.source,
+            }
         }
     };
     if let Some(tokenizer) = tokenizer.filter(|_| is_tiny) {
@@ -117,6 +128,26 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
         config.insert("eos_token_id".into(), ends);
     }
     Ok(config)
+}
+
+/// The config.json of a tiny model around that of its language model, if the family needs one. Without a tokenizer, the
+/// last tokens are those of images.
+fn seeing(family: &Family, text: Map<String, Value>, tokenizer: Option<&Tokenizer>) -> Result<Map<String, Value>> {
+    if !family.is_inside() {
+        return Ok(text);
+    }
+    let mut last = tiny::VOCABULARY as u32;
+    tiny::seeing(family, text, |name| {
+        let Some(tokenizer) = tokenizer else {
+            last -= 1;
+            return Ok(last);
+        };
+        let ids = tokenizer.encode(name, false)?;
+        <[u32; 1]>::try_from(ids).map(|[id]| id).map_err(|_| {
+            Error::usage(format!("a model that reads images needs a tokenizer with the token {name}"))
+                .hint("use the tokenizer of such a model, or train one with this special token")
+        })
+    })
 }
 
 /// The type of the weights that config.json names; f32 if it names none.

@@ -11,6 +11,7 @@ use crate::config::model::DTypeName;
 use crate::data::images::has_images;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
+use crate::learn::packed::PackedRow;
 use crate::model::Head;
 use crate::ops::linear_logprob::Extra;
 use argh::{ArgsInfo, FromArgs};
@@ -92,7 +93,8 @@ pub fn run(args: &Args) -> Result<()> {
         },
         row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
-            let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+            let PackedRow { pictures, tokens, positions, .. } = row;
+            let hidden = transformer.forward_seeing(weights, pictures, tokens, positions, row.keys(), None);
             transformer.logprobs_on_device(weights, &hidden, &row.rows, &row.targets, 1.0, Extra::Nothing)
         },
     };

@@ -12,6 +12,7 @@ use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
 use crate::launch::inference::InferenceModel;
+use crate::learn::packed::PackedRow;
 use crate::metrics::one_line;
 use crate::model::Head;
 use argh::{ArgsInfo, FromArgs};
@@ -102,7 +103,8 @@ pub fn run(args: &Args) -> Result<()> {
         row: scored,
         forward: |InferenceModel { transformer, weights, .. }, row| {
             let last: Vec<u32> = row.cu_seqlens[1..].iter().map(|&end| end as u32 - 1).collect();
-            let hidden = transformer.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+            let PackedRow { pictures, tokens, positions, .. } = row;
+            let hidden = transformer.forward_seeing(weights, pictures, tokens, positions, row.keys(), None);
             transformer.values_on_device(weights, &hidden, &last)
         },
     };

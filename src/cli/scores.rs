@@ -121,8 +121,8 @@ fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
     if weights.table.head() == Head::Value {
         packed.rows = vec![row.len() as u32 - 1];
     }
-    let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &packed;
-    let of = non_finite::Rows { tokens, positions, cu_seqlens, rows, targets };
+    let PackedRow { tokens, positions, pictures, cu_seqlens, rows, targets, .. } = &packed;
+    let of = non_finite::Rows { tokens, positions, pictures, cu_seqlens, rows, targets };
     let first = weights.not_finite().or_else(|| transformer.not_finite(weights, of, false));
     let first = first.map_or(String::new(), |first| format!(" (first: {first})"));
     Error::data(format!("the model's results for this row are not finite{first}"))

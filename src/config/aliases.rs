@@ -23,6 +23,7 @@ const ALIASES: &[(&str, &str)] = &[
         "adapter adapters adapter_path adapter_name_or_path lora_path lora_adapter_path peft_path ref_adapter_name",
     ),
     ("model.freeze", "freeze_layers freeze_modules frozen_layers"),
+    ("model.vision", "freeze_vision_tower freeze_visual_encoder train_vision_tower freeze_vit"),
     ("model.quantize", "load_in_4bit quantization nf4 bnb_4bit_quant_type ds.load_in_4bit"),
     ("lora.rank", "lora lora_r lora_rank lora_dim use_lora use_peft peft peft_config ds.lora.rank"),
     ("lora.alpha", "lora_alpha ds.lora.alpha"),

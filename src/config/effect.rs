@@ -28,7 +28,7 @@ const NEEDS: &[Need<Config>] = &[
         |c| c.kind() == "ppo" && !c.rollout.response_tokens_schedule.is_empty()),
     ("model.reference model.reference_adapter", "a loss or a KL with a reference model: kto, ppo, or dpo with \"sigmoid\" or \"ipo\"",
         |c| c.uses().reference),
-    ("lora model.freeze model.critic_freeze", "a job that trains", trains),
+    ("lora model.freeze model.critic_freeze model.vision", "a job that trains", trains),
     (
         "lora.alpha lora.targets lora.target_parameters lora.exclude lora.rslora lora.rank_pattern lora.alpha_pattern lora.layers lora.init \
          lora.train_also",

@@ -38,6 +38,17 @@ pub enum Quantize {
     Nf4,
 }
 
+/// What training does to the vision tower of a model that reads images.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Vision {
+    /// It stays as it is.
+    #[default]
+    Frozen,
+    /// It trains with the language model or, with adapters, where they are asked for.
+    Train,
+}
+
 table! {
     /// `[model]`. Directories are Hugging Face model directories.
     pub struct ModelConfig {
@@ -50,6 +61,7 @@ table! {
         pub reference_adapter: PathBuf = PathBuf::new(),
         pub freeze: Vec<String> = Vec::new(),
         pub critic_freeze: Vec<String> = Vec::new(),
+        pub vision: Vision = Vision::Frozen,
         pub quantize: Quantize = Quantize::None,
         pub dtype: DTypeName = DTypeName::Auto,
         pub router_aux_loss_coef: f64 = 0.0 => 0.0..=FINITE,

@@ -33,7 +33,8 @@ impl Pass<'_> {
     pub fn run<R>(self, head: impl FnOnce(&mut HeadPass) -> R) -> R {
         let Pass { role, row, mut saved, grads, router_loss } = self;
         let Role { transformer: model, weights, .. } = role;
-        let forward = || model.forward(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+        let PackedRow { pictures, tokens, positions, .. } = row;
+        let forward = || model.forward_seeing(weights, pictures, tokens, positions, row.keys(), Some(&mut saved));
         let span = pass_span("forward", row);
         let (hidden, experts) = model.routers.traced(|| model.routers.counted(forward));
         // A stage knows the experts of its layers alone.
@@ -56,8 +57,9 @@ impl Pass<'_> {
 pub(super) fn forward_stage(role: &Role, row: &PackedRow, recompute: Recompute) -> Saved {
     let Role { transformer: model, weights, .. } = role;
     let mut saved = Saved::new(recompute);
+    let PackedRow { pictures, tokens, positions, .. } = row;
     let _span = pass_span("forward", row);
-    let forward = || model.forward_stage(weights, &row.tokens, &row.positions, row.keys(), Some(&mut saved));
+    let forward = || model.forward_stage(weights, pictures, tokens, positions, row.keys(), Some(&mut saved));
     model.routers.counted(forward);
     saved
 }
@@ -80,7 +82,8 @@ pub(super) fn backward_stage(
 pub fn relay(role: &Role, row: &PackedRow) {
     let Role { transformer: model, weights, .. } = role;
     let _span = pass_span("forward", row);
-    drop(model.forward_stage(weights, &row.tokens, &row.positions, row.keys(), None));
+    let PackedRow { pictures, tokens, positions, .. } = row;
+    drop(model.forward_stage(weights, pictures, tokens, positions, row.keys(), None));
 }
 
 /// The hidden states of a packed row, with the head that follows them. Results are those of the tokens that the row
@@ -104,7 +107,8 @@ impl<'a> HeadPass<'a> {
     pub fn forward(role: &'a Role, row: &'a PackedRow) -> Self {
         let Role { transformer: model, weights, .. } = role;
         let _span = pass_span("forward", row);
-        let hidden = model.forward(weights, &row.tokens, &row.positions, row.keys(), None);
+        let PackedRow { pictures, tokens, positions, .. } = row;
+        let hidden = model.forward_seeing(weights, pictures, tokens, positions, row.keys(), None);
         Self { model, weights, row, hidden, experts: Vec::new(), grads: None, dhidden: None }
     }
 

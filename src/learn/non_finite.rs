@@ -37,8 +37,8 @@ pub fn forward(
     let mut found = None;
     // If ranks wait for what others gather, each has the same number of rows.
     for row in rows {
-        let PackedRow { tokens, positions, cu_seqlens, rows, targets, .. } = &row;
-        let of = Rows { tokens, positions, cu_seqlens, rows, targets };
+        let PackedRow { tokens, positions, pictures, cu_seqlens, rows, targets, .. } = &row;
+        let of = Rows { tokens, positions, pictures, cu_seqlens, rows, targets };
         let here = model.not_finite(w, of, recompute);
         found = found.or(here);
     }

@@ -2,10 +2,11 @@
 //! a part of a row.
 
 use crate::comm::Group;
-use crate::experience::{Experience, SamplingMask};
+use crate::experience::{Experience, Image, SamplingMask};
 use crate::model::Keys;
 use crate::ops::linear_logprob::Targets;
 use crate::ops::zigzag;
+use crate::pictures::{AXES, Picture, pictures, push_positions};
 use std::borrow::Cow;
 
 /// Tokens, of which the first `prompt_tokens` are the prompt.
@@ -14,12 +15,19 @@ pub struct Tokens<'a> {
     pub prompt_tokens: usize,
     /// The sets that the response tokens were sampled from, if they were kept.
     pub masks: &'a [SamplingMask],
+    /// The images among them.
+    pub images: &'a [Image],
 }
 
 impl<'a> Tokens<'a> {
     pub fn from_sample(sample: &'a Experience) -> Self {
         let Experience { prompt, response, .. } = sample;
-        Self { tokens: sample.tokens().into(), prompt_tokens: prompt.tokens.len(), masks: &response.sampling_masks }
+        Self {
+            tokens: sample.tokens().into(),
+            prompt_tokens: prompt.tokens.len(),
+            masks: &response.sampling_masks,
+            images: &prompt.images,
+        }
     }
 }
 
@@ -28,8 +36,10 @@ impl<'a> Tokens<'a> {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackedRow {
     pub tokens: Vec<u32>,
-    /// Position of each token in its sequence.
+    /// Position of each token in its sequence. With images, three of each: time, row and column.
     pub positions: Vec<u32>,
+    /// The images, in the order of their rows.
+    pub pictures: Vec<Picture>,
     /// [0, end of sequence 0, ..., tokens] of the whole row.
     pub cu_seqlens: Vec<usize>,
     /// Rows of the hidden state whose next token is predicted, in order.
@@ -50,8 +60,9 @@ pub struct PackedRow {
 impl<'a> FromIterator<Tokens<'a>> for PackedRow {
     fn from_iter<T: IntoIterator<Item = Tokens<'a>>>(all: T) -> Self {
         let mut row = Self::new();
-        for Tokens { tokens, prompt_tokens, masks } in all {
+        for Tokens { tokens, prompt_tokens, masks, images } in all {
             row.push_response(&tokens, prompt_tokens, masks);
+            row.see(images);
         }
         row
     }
@@ -85,12 +96,30 @@ impl PackedRow {
     pub fn push_at(&mut self, tokens: &[u32], predicting: impl IntoIterator<Item = (u32, u32)>) {
         let start = self.tokens.len() as u32;
         self.tokens.extend_from_slice(tokens);
-        self.positions.extend(0..tokens.len() as u32);
+        if self.pictures.is_empty() {
+            self.positions.extend(0..tokens.len() as u32);
+        } else {
+            self.positions.extend((0..tokens.len() as u32).flat_map(|position| [position; AXES]));
+        }
         self.cu_seqlens.push(self.tokens.len());
         for (position, target) in predicting {
             self.predict(start + position, target);
         }
         self.row_offsets.push(self.rows.len());
+    }
+
+    /// Adds the images of the sequence that was appended last.
+    pub fn see(&mut self, images: &[Image]) {
+        if images.is_empty() {
+            return;
+        }
+        if self.pictures.is_empty() {
+            self.positions = self.positions.iter().flat_map(|position| [*position; AXES]).collect();
+        }
+        let &[.., start, end] = &self.cu_seqlens[..] else { unreachable!("a sequence was appended") };
+        self.positions.truncate(AXES * start);
+        push_positions(images, 0..end - start, true, &mut self.positions);
+        self.pictures.extend(pictures(images, 0..end - start, start));
     }
 
     /// Adds the last token so far to the rows of its sequence. No token follows it, so only a head without targets may
@@ -121,9 +150,11 @@ impl PackedRow {
             return self.clone();
         }
         let own = zigzag::rows(&self.cu_seqlens, rank, size);
+        let numbers = if self.pictures.is_empty() { 1 } else { AXES };
         let mut part = Self {
             tokens: own.iter().map(|&row| self.tokens[row]).collect(),
-            positions: own.iter().map(|&row| self.positions[row]).collect(),
+            positions: own.iter().flat_map(|&row| &self.positions[numbers * row..][..numbers]).copied().collect(),
+            pictures: self.pictures.iter().map(|picture| picture.within(&own)).collect(),
             cu_seqlens: self.cu_seqlens.clone(),
             row_offsets: vec![0],
             ..Self::default()

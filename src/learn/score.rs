@@ -28,8 +28,9 @@ pub fn values(role: &Role, axes: &Axes, samples: &[Tokens], tokens_max: usize) -
 /// last one.
 fn pack(samples: &[Tokens], rows: &[usize], last: usize) -> PackedRow {
     let mut packed = PackedRow::new();
-    for Tokens { tokens, prompt_tokens, masks } in rows.iter().map(|&i| &samples[i]) {
+    for Tokens { tokens, prompt_tokens, masks, images } in rows.iter().map(|&i| &samples[i]) {
         packed.push_response(tokens, *prompt_tokens, masks);
+        packed.see(images);
         if last == 1 {
             packed.push_last_state();
         }

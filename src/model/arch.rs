@@ -12,9 +12,10 @@ use super::file_rows::HeadRows;
 use super::files::{self, Checkpoint};
 use super::mxfp4;
 use super::names::{EMBEDDING, LM_HEAD};
-use super::naming::is_other;
+use super::naming::{TOWER, is_other};
 use super::rope::Rope;
 use super::tuning::Tuning;
+use super::vision_spec::{Sight, VisionSpec};
 use super::wrapper::Wrapper;
 use crate::config::limits::VOCABULARY_MAX;
 use crate::dtype::{DType, round_bf16};
@@ -103,6 +104,8 @@ pub struct Arch {
     pub wrapper: Option<Wrapper>,
     /// The directory with tensors outside the language model, which an export copies.
     pub others: Option<PathBuf>,
+    /// The vision tower, if the model has one that is known.
+    pub sight: Option<Sight>,
     /// What of the model trains; `None` if all of it does.
     pub tuning: Option<Arc<Tuning>>,
 }
@@ -166,6 +169,7 @@ impl Arch {
             ));
         }
         let has_windows = arch.family.windows != Windows::Never;
+        warnings.extend(VisionSpec::warnings(dir, &config));
         warnings.extend(config_json::warnings(dir, &Wrapper::split(&config)?.0, &arch.family.own_keys(), has_windows));
         if dir.join("adapter_config.json").exists() {
             warnings.push(format!(
@@ -202,6 +206,9 @@ impl Arch {
 
     /// Whether a tensor in the files is outside the language model. An export copies it.
     pub(super) fn is_other(&self, name: &str) -> bool {
+        if name.starts_with(TOWER) && self.sight.as_ref().is_some_and(|sight| sight.trains) {
+            return false;
+        }
         let is_further = self.family.others.is_some_and(|prefix| name.starts_with(prefix));
         is_further || (self.wrapper.is_some() && is_other(name))
     }
@@ -283,6 +290,7 @@ impl Arch {
             source: Map::new(),
             wrapper: None,
             others: None,
+            sight: None,
             tuning: None,
             ..arch.clone()
         };
@@ -317,6 +325,8 @@ impl Arch {
         let context = c.count("max_position_embeddings")?.unwrap_or(family.context);
         let prefix = c.text("value_head_prefix")?;
         let Blocks { blocks, ropes } = Blocks::read(&c, family, width, layers, context)?;
+        // Jobs without images need no tower.
+        let sight = wrapper.as_ref().and_then(|wrapper| VisionSpec::read(wrapper, width, layers).ok().flatten());
         let eps = c.number("rms_norm_eps")?.unwrap_or(family.norm_eps) as f32;
         let arch = Self {
             family,
@@ -344,6 +354,7 @@ impl Arch {
             source: config.into_iter().filter(|(key, _)| *key != QUANTIZATION).collect(),
             wrapper,
             others: None,
+            sight: sight.map(Sight::frozen),
             tuning: None,
         };
         arch.check(&Reader::new(&arch.source))?;

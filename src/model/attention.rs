@@ -12,7 +12,7 @@ use super::head_norm::HeadNorm;
 use super::kv_copies::KvCopies;
 use super::linear::Linear;
 use super::params::{ParamId, ParamTable};
-use super::part::Cut;
+use super::part::{Cut, TensorPart};
 use super::weights::Gradients;
 use crate::ops::attention::{self, AttentionShape, Packed};
 use crate::ops::columns;
@@ -108,6 +108,19 @@ impl Attention {
             Sinks::PerHead => Some(table.add(&format!("{name}.sinks"), &[spec.per_head()], Layout::Row, normal)),
         };
         Self { q, k, v, o, q_norm, k_norm, has_gate, sinks, rope: spec.rope, shape, copies: KvCopies::new(spec, part) }
+    }
+}
+
+impl Attention {
+    /// Declares the attention of a tower, whole on each rank: q, k and v are parts of `name.qkv`, and o is `name.proj`.
+    pub(super) fn declare_whole(table: &mut ParamTable, name: &str, width: usize, heads: usize) -> Self {
+        let (spec, whole) = (AttentionSpec::of_tower(width, heads), TensorPart::whole());
+        let names = ["q", "k", "v"].map(|part| format!("{name}.{part}"));
+        let names = names.each_ref().map(String::as_str);
+        let [q, k, v] = Linear::declare_joined(table, &format!("{name}.qkv"), names, [width; 2]);
+        let o = Linear::declare(table, &format!("{name}.proj"), [Cut::Whole(width); 2], true);
+        let (shape, copies) = (spec.shape(whole), KvCopies::new(&spec, whole));
+        Self { q, k, v, o, q_norm: None, k_norm: None, has_gate: false, sinks: None, rope: 0, shape, copies }
     }
 }
 

@@ -1,16 +1,24 @@
 //! One layer: x1 = x0 + mixer(norm(x0)), x2 = x1 + mlp(norm(x1)), or with norms at other places (`Norms`).
 
 use super::arch::Arch;
-use super::block_spec::BlockSpec;
+use super::attention::Attention;
+use super::block_spec::{BlockSpec, DenseSpec, NormSpec};
 use super::branch::{Branch, BranchSaved, KeepBranch};
 use super::context::{Context, LayerKeys};
 use super::experts::Experts;
 use super::feed_forward::{FeedForward, FeedForwardSaved};
+use super::merger::EPS;
 use super::mixer::{Mixer, MixerSaved};
+use super::mlp::Mlp;
 use super::norm::Norm;
 use super::params::ParamTable;
+use super::part::Cut;
+use super::plain_mlp::PlainMlp;
+use super::vision_spec::{TowerKind, VisionSpec};
 use super::weights::Gradients;
 use crate::ops::attention::Packed;
+use crate::ops::gelu::Gelu;
+use crate::ops::glu::Activation;
 use crate::tensor::Tensor;
 
 #[derive(Clone, Debug)]
@@ -85,6 +93,38 @@ impl Block {
             scale: spec.residual_scale,
         };
         Self { mixer, mlp }
+    }
+
+    /// Declares the block `name` of a vision tower.
+    pub(super) fn of_tower(table: &mut ParamTable, name: &str, spec: &VisionSpec) -> Self {
+        let &VisionSpec { width, heads, inner, .. } = spec;
+        let part = |part: &str| format!("{name}.{part}");
+        let norm = |table: &mut ParamTable, name: &str| {
+            Some(match spec.kind {
+                TowerKind::Windowed { .. } => {
+                    Norm::declare(table, &part(name), width, NormSpec { eps: EPS, offset: 0.0 })
+                }
+                TowerKind::Learned { .. } => Norm::declare_centered(table, &part(name), width, EPS),
+            })
+        };
+        let pre = norm(table, "norm1");
+        let attention = Attention::declare_whole(table, &part("attn"), width, heads);
+        let mixer = Branch { pre, body: Mixer::Attention(Box::new(attention)), post: None, scale: 1.0 };
+        let pre = norm(table, "norm2");
+        let body = match spec.kind {
+            TowerKind::Windowed { .. } => {
+                let dense = DenseSpec { width: inner, activation: Activation::Silu, bias: true, is_joined: false };
+                let mlp = Mlp::declare_cut(table, &part("mlp"), (width, Cut::Whole(inner)), &dense);
+                FeedForward::Mlp(Box::new(mlp))
+            }
+            TowerKind::Learned { .. } => {
+                let names = ["mlp.linear_fc1", "mlp.linear_fc2"].map(part);
+                let mlp =
+                    PlainMlp::declare(table, names.each_ref().map(String::as_str), [width, inner, width], Gelu::Tanh);
+                FeedForward::Plain(Box::new(mlp))
+            }
+        };
+        Self { mixer, mlp: Branch { pre, body, post: None, scale: 1.0 } }
     }
 
     /// Declares the experts of layer `layer` as units of their own, if it has some.

@@ -203,6 +203,26 @@ pub enum SharedName {
 }
 
 impl AttentionSpec {
+    /// That of a vision tower.
+    pub(super) fn of_tower(width: usize, heads: usize) -> Self {
+        let head_dim = width / heads;
+        Self {
+            heads,
+            kv_heads: heads,
+            head_dim,
+            window: None,
+            rope: 0,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            softcap: None,
+            qkv_bias: true,
+            o_bias: true,
+            qk_norm: QkNorm::None,
+            has_gate: false,
+            sinks: Sinks::None,
+            latent: None,
+        }
+    }
+
     /// The cut of all query heads.
     pub fn queries(&self) -> Cut {
         Cut::Heads { queries: self.heads, group: 1, head_dim: self.head_dim }

@@ -169,8 +169,14 @@ fn kinds(c: &Reader, family: &Family, layers: usize, context: usize) -> Result<(
     };
     let of_sliding =
         if family.rope.by_layer.is_some() { index(Rope::read(c, context, family.rope, SLIDING)?) } else { 0 };
-    let none =
-        Rope { theta: family.rope.theta, partial: 0.0, scaling: Scaling::None, query_scale: None, columns: None };
+    let none = Rope {
+        theta: family.rope.theta,
+        partial: 0.0,
+        scaling: Scaling::None,
+        query_scale: None,
+        columns: None,
+        sections: None,
+    };
     let without = if has_rope.contains(&false) { index(none) } else { 0 };
     let linear = linear_layers(c, family, layers)?;
     let kind = |((window, has_rope), is_linear): ((Option<usize>, bool), bool)| {

@@ -58,15 +58,19 @@ impl Export {
         dtype: DType,
         tokenizer_dir: Option<&Path>,
     ) -> Result<Self> {
-        let is_whole = table.head() == Head::LanguageModel;
+        let is_whole = keeps_wrapper(arch, table.head());
         let others = arch.others.as_deref().filter(|_| is_whole).map(Checkpoint::open).transpose()?;
-        if is_whole && arch.wrapper.is_some() && others.is_none() {
+        let has_tower = arch.sight.as_ref().is_some_and(|sight| sight.trains);
+        if is_whole && arch.wrapper.is_some() && others.is_none() && !has_tower {
             return Err(Error::fault("the model's directory is not known"));
         }
-        let around = others.as_ref().filter(|_| arch.wrapper.is_some());
-        let naming = around.map(Checkpoint::naming).unwrap_or_default();
+        let is_around = is_whole && arch.wrapper.is_some();
+        let around = others.as_ref().filter(|_| is_around);
+        let of_new = if is_around { Naming::Inner } else { Naming::Plain };
+        let naming = around.map_or(of_new, Checkpoint::naming);
         let mut export = Self::create(out, Names { naming, ..OF_MODEL }, table, dtype, SHARD_BYTES_MAX)?;
-        export.files.others = others;
+        // The table may have all of it.
+        export.files.others = others.filter(|others| export.files.others_of(others).next().is_some());
         export.files.corrections = arch.corrections.clone().with_zeros(&arch.corrected_layers());
         write_metadata(&export.fresh, arch, table.head(), dtype, tokenizer_dir)?;
         Ok(export)
@@ -161,6 +165,12 @@ impl Drop for Export {
         // When it is committed there is nothing of this name.
         let _ = fs::remove_dir_all(&self.fresh);
     }
+}
+
+/// Whether an export has the model around the language model. A value model that reads text only goes without.
+fn keeps_wrapper(arch: &Arch, head: Head) -> bool {
+    let has_tower = arch.sight.as_ref().is_some_and(|sight| sight.trains);
+    head == Head::LanguageModel || arch.family.is_inside() || has_tower
 }
 
 /// A temporary directory next to `out`, for the new or the old export.
@@ -274,7 +284,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 
 /// The keys of the source config.json and the keys that the export itself sets.
 fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
-    let wrapper = arch.wrapper.as_ref().filter(|_| head == Head::LanguageModel);
+    let wrapper = arch.wrapper.as_ref().filter(|_| keeps_wrapper(arch, head));
     let mut config = arch.source.clone();
     // Exports hold the values of quantized weights.
     config.remove(QUANTIZATION);

@@ -19,13 +19,15 @@ const DELTA_KEYS: &[&str] = &[
     "linear_num_value_heads",
     "linear_value_head_dim",
     "mamba_ssm_dtype",
-    // The positions of images. Those of text are equal.
     "mrope_interleaved",
     "mrope_section",
     // Layers that predict further tokens, whose tensors an export keeps.
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
 ];
+
+/// Keys of families whose positions count the rows and columns of pictures.
+pub(super) const MROPE_KEYS: &[&str] = &["mrope_interleaved", "mrope_section"];
 
 /// Keys of families with mixtures of experts.
 pub(super) const MIXTURE_KEYS: &[&str] = &[
@@ -82,6 +84,11 @@ impl Family {
         ];
         let of_parts = of_parts.into_iter().filter(|(has_part, _)| *has_part).flat_map(|(_, keys)| keys);
         self.keys.iter().chain(of_parts).copied().collect()
+    }
+
+    /// Whether language models of the family are always inside a model that reads images.
+    pub fn is_inside(&self) -> bool {
+        self.causal.ends_with("ForConditionalGeneration")
     }
 
     /// Whether routers have sigmoids. Such a family may have layers that predict further tokens.

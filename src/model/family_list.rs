@@ -6,9 +6,9 @@ use super::expert_files::ExpertForm;
 use super::families::{
     Bias, DenseLayers, Embedded, Family, Latent, Mixture, Number, OldNames, Scores, Scoring, Shared, Windows,
 };
-use super::family_keys::{BIDIRECTIONAL, MIXTURE_KEYS};
+use super::family_keys::{BIDIRECTIONAL, MIXTURE_KEYS, MROPE_KEYS};
 use super::file_form::FileForm;
-use super::rope::RopeDefaults;
+use super::rope::{RopeDefaults, Sections};
 use crate::ops::glu::Activation;
 
 /// The most common value of each field.
@@ -142,9 +142,39 @@ const QWEN3_5: Family = Family {
     is_hybrid: true,
     others: Some("mtp."),
     norm_offset: 1.0,
-    rope: RopeDefaults { partial: Some(0.25), ..RopeDefaults::PLAIN },
+    rope: RopeDefaults {
+        partial: Some(0.25),
+        sections: Some(Sections { sizes: [11, 11, 10], is_interleaved: true }),
+        ..RopeDefaults::PLAIN
+    },
     head_dim: Some(256),
     kv_heads: Some(4),
+    context: 32_768,
+    ..LLAMA
+};
+
+const QWEN2: Family = Family {
+    name: "qwen2",
+    causal: "Qwen2ForCausalLM",
+    classifier: "Qwen2ForSequenceClassification",
+    qkv_bias: Bias::Always,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Switched(4096, 28),
+    kv_heads: Some(32),
+    context: 32_768,
+    ..LLAMA
+};
+
+const QWEN3: Family = Family {
+    name: "qwen3",
+    causal: "Qwen3ForCausalLM",
+    classifier: "Qwen3ForSequenceClassification",
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::PerHead,
+    windows: Windows::Switched(4096, 28),
+    head_dim: Some(128),
+    kv_heads: Some(32),
     context: 32_768,
     ..LLAMA
 };
@@ -153,29 +183,36 @@ const QWEN3_5: Family = Family {
 pub(super) static FAMILIES: &[Family] = &[
     LLAMA,
     MISTRAL,
+    QWEN2,
+    QWEN3,
     Family {
-        name: "qwen2",
-        causal: "Qwen2ForCausalLM",
-        classifier: "Qwen2ForSequenceClassification",
-        qkv_bias: Bias::Always,
-        o_bias: Bias::Never,
-        mlp_bias: Bias::Never,
-        windows: Windows::Switched(4096, 28),
-        kv_heads: Some(32),
-        context: 32_768,
-        ..LLAMA
+        name: "qwen2_5_vl_text",
+        causal: "Qwen2_5_VLForConditionalGeneration",
+        classifier: "Qwen2_5_VLForSequenceClassification",
+        keys: MROPE_KEYS,
+        norm_eps: 1e-5,
+        windows: Windows::Switched(4096, 80),
+        rope: RopeDefaults {
+            theta: 1_000_000.0,
+            sections: Some(Sections { sizes: [16, 24, 24], is_interleaved: false }),
+            ..RopeDefaults::PLAIN
+        },
+        kv_heads: Some(8),
+        ..QWEN2
     },
     Family {
-        name: "qwen3",
-        causal: "Qwen3ForCausalLM",
-        classifier: "Qwen3ForSequenceClassification",
-        mlp_bias: Bias::Never,
-        qk_norm: QkNorm::PerHead,
-        windows: Windows::Switched(4096, 28),
-        head_dim: Some(128),
-        kv_heads: Some(32),
-        context: 32_768,
-        ..LLAMA
+        name: "qwen3_vl_text",
+        causal: "Qwen3VLForConditionalGeneration",
+        classifier: "Qwen3VLForSequenceClassification",
+        keys: MROPE_KEYS,
+        windows: Windows::Never,
+        rope: RopeDefaults {
+            theta: 500_000.0,
+            sections: Some(Sections { sizes: [24, 20, 20], is_interleaved: true }),
+            ..RopeDefaults::PLAIN
+        },
+        context: 128_000,
+        ..QWEN3
     },
     QWEN3_5,
     Family {
@@ -215,6 +252,7 @@ pub(super) static FAMILIES: &[Family] = &[
             ..MIXTURE
         }),
         files: FileForm { delta: DeltaForm::ByHead, ..FileForm::PLAIN },
+        rope: RopeDefaults { sections: None, ..QWEN3_5.rope },
         kv_heads: Some(2),
         ..QWEN3_5
     },

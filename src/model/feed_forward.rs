@@ -7,6 +7,7 @@ use super::context::{Context, LayerKeys};
 use super::experts::{Experts, ExpertsSaved};
 use super::mlp::{Mlp, MlpSaved};
 use super::params::ParamTable;
+use super::plain_mlp::{PlainMlp, PlainSaved};
 use super::weights::Gradients;
 use crate::ops::attention::Packed;
 use crate::tensor::Tensor;
@@ -15,6 +16,7 @@ use crate::tensor::Tensor;
 pub(super) enum FeedForward {
     Mlp(Box<Mlp>),
     Experts(Box<Experts>),
+    Plain(Box<PlainMlp>),
 }
 
 /// The activations that the backward needs.
@@ -22,6 +24,7 @@ pub(super) enum FeedForward {
 pub(super) enum FeedForwardSaved {
     Mlp(Box<MlpSaved>),
     Experts(Box<ExpertsSaved>),
+    Plain(Box<PlainSaved>),
 }
 
 impl FeedForwardSaved {
@@ -30,6 +33,7 @@ impl FeedForwardSaved {
         match self {
             Self::Mlp(saved) => saved.results(),
             Self::Experts(saved) => saved.results(),
+            Self::Plain(saved) => saved.results(),
         }
     }
 }
@@ -53,6 +57,7 @@ impl Body for FeedForward {
         match self {
             Self::Mlp(mlp) => FeedForwardSaved::Mlp(Box::new(mlp.forward(c, n, keys))),
             Self::Experts(experts) => FeedForwardSaved::Experts(Box::new(experts.forward(c, n, keys))),
+            Self::Plain(mlp) => FeedForwardSaved::Plain(Box::new(mlp.forward(c, n, keys))),
         }
     }
 
@@ -60,6 +65,7 @@ impl Body for FeedForward {
         match (self, saved) {
             (Self::Mlp(mlp), FeedForwardSaved::Mlp(saved)) => mlp.add(c, saved, x, keeps),
             (Self::Experts(experts), FeedForwardSaved::Experts(saved)) => experts.add(c, saved, x, keeps),
+            (Self::Plain(mlp), FeedForwardSaved::Plain(saved)) => mlp.add(c, saved, x, keeps),
             _ => unreachable!("{self:?} has other activations"),
         }
     }
@@ -68,6 +74,7 @@ impl Body for FeedForward {
         match self {
             Self::Mlp(mlp) => mlp.run(c, n, keys, x, keeps),
             Self::Experts(experts) => experts.run(c, n, keys, x, keeps),
+            Self::Plain(mlp) => mlp.run(c, n, keys, x, keeps),
         }
     }
 
@@ -84,6 +91,7 @@ impl Body for FeedForward {
             (Self::Experts(experts), FeedForwardSaved::Experts(saved)) => {
                 experts.backward(c, packed, *saved, dy, grads)
             }
+            (Self::Plain(mlp), FeedForwardSaved::Plain(saved)) => mlp.backward(c, packed, *saved, dy, grads),
             _ => unreachable!("{self:?} has other activations"),
         }
     }

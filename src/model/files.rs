@@ -120,6 +120,14 @@ impl Checkpoint {
         self.by_name.keys().map(String::as_str)
     }
 
+    /// The name in its file of a tensor.
+    ///
+    /// # Panics
+    /// If there is no such tensor.
+    pub(super) fn stored_name(&self, name: &str) -> &str {
+        &self.by_name[name].1
+    }
+
     /// The names of the language model's tensors.
     pub(super) fn naming(&self) -> Naming {
         self.naming

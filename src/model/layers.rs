@@ -7,6 +7,7 @@ use super::names::EMBEDDING;
 use super::norm::Norm;
 use super::params::{Init, ParamId, ParamTable};
 use super::part::{Cut, TensorPart};
+use super::tower::Tower;
 use crate::device::Device;
 use crate::tensor::Layout;
 use std::collections::BTreeSet;
@@ -14,6 +15,8 @@ use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 pub(super) struct Layers {
+    /// The vision tower, if it is in the table.
+    pub tower: Option<Tower>,
     pub embedding: ParamId,
     pub blocks: Vec<Block>,
     /// The unit of each block, and of the last norm with the head.
@@ -25,9 +28,11 @@ pub(super) struct Layers {
 }
 
 impl Layers {
-    /// Declares embedding, layers, final norm and head. Each layer is a unit, with units of its experts after it, and
+    /// Declares a vision tower, embedding, layers, final norm and head. Each layer is a unit, with units of its experts after it, and
     /// so are the embedding before all layers, and the norm with the head after them.
     pub(super) fn declare(table: &mut ParamTable, arch: &Arch) -> Self {
+        let tower = arch.sight.as_ref().filter(|sight| sight.trains).map(|sight| Tower::declare(table, &sight.spec));
+        table.end_tower();
         let (head, normal) = (table.head(), table.normal());
         let matrix = [Cut::Vocabulary(arch.vocabulary), Cut::Whole(arch.width)];
         // A matrix that is only looked up lies row by row; one that is also multiplied lies in panels.
@@ -56,7 +61,7 @@ impl Layers {
         };
         table.end_unit();
         table.set_layers(LayerUnits::new(arch, table.head(), &units));
-        Self { embedding, blocks, units, norm, head }
+        Self { tower, embedding, blocks, units, norm, head }
     }
 }
 

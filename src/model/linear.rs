@@ -61,6 +61,43 @@ impl Linear {
         Self { weight, bias, adapter, is_whole }
     }
 
+    /// Declares matrices with biases, whole on each rank, whose rows follow each other in the tensors of the module
+    /// `joined`: first all weights, then all biases.
+    pub(super) fn declare_joined<const N: usize>(
+        table: &mut ParamTable,
+        joined: &str,
+        names: [&str; N],
+        [outputs, inputs]: [usize; 2],
+    ) -> [Self; N] {
+        let (dims, places) = ([outputs, inputs].map(Cut::Whole), std::array::from_fn::<usize, N, _>(|i| i));
+        let place = |i: usize, part: &str| {
+            let file = FileRows::own(&format!("{joined}.{part}"), N * outputs);
+            Some(FileRows { first: i * outputs, ..file })
+        };
+        let weights = places.map(|i| {
+            let (name, init) = (format!("{}.weight", names[i]), table.normal());
+            let weight = table.add_in(place(i, "weight"), &name, &dims, Layout::Panel, init);
+            table.mark_linear(weight);
+            weight
+        });
+        let biases = places.map(|i| {
+            let name = format!("{}.bias", names[i]);
+            table.add_in(place(i, "bias"), &name, &dims[..1], Layout::Row, Init::Zeros)
+        });
+        places.map(|i| {
+            let adapter = Adapter::declare(table, joined, (names[i], place(i, "lora_B.weight")), dims);
+            Self { weight: weights[i], bias: Some(biases[i]), adapter, is_whole: true }
+        })
+    }
+
+    /// Declares `name.weight` as a convolution over all of its input, with dims (outputs, inputs ...), whole on each rank.
+    pub(super) fn declare_patches(table: &mut ParamTable, name: &str, dims: &[usize], bias: bool) -> Self {
+        let dims: Vec<Cut> = dims.iter().copied().map(Cut::Whole).collect();
+        let weight = table.add(&format!("{name}.weight"), &dims, Layout::Panel, table.normal());
+        let bias = bias.then(|| table.add(&format!("{name}.bias"), &dims[..1], Layout::Row, Init::Zeros));
+        Self { weight, bias, adapter: None, is_whole: true }
+    }
+
     /// W and b for the product with x.
     fn factor<'a>(&self, w: &'a Unit, x: &Tensor) -> Factor<'a> {
         Factor { w: w.operand(self.weight, x.rows()), bias: self.bias.map(|bias| w.vector(bias)) }

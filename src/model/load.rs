@@ -203,7 +203,7 @@ pub fn open(device: Device, dir: &Path, arch: &Arch, head: Head, seed: u64, part
 ///
 /// # Errors
 /// The errors of `open`, and of `AdapterFiles::open`.
-fn open_table(files: &ModelFiles, table: Arc<ParamTable>, seed: u64) -> Result<Source> {
+pub(super) fn open_table(files: &ModelFiles, table: Arc<ParamTable>, seed: u64) -> Result<Source> {
     let checkpoint = Checkpoint::open(files.dir)?;
     let whole = files.whole();
     let adapter = files.adapter.map(|dir| AdapterFiles::open(dir, &whole.shapes())).transpose()?;

@@ -53,7 +53,17 @@ impl MlpSaved {
 impl Mlp {
     /// Declares gate, up and down, named `name.gate_proj` and so on. `width` is that of the hidden state.
     pub(super) fn declare(table: &mut ParamTable, name: &str, width: usize, spec: &DenseSpec) -> Self {
-        let (hidden, inner) = (Cut::Whole(width), Cut::Even(spec.width));
+        Self::declare_cut(table, name, (width, Cut::Even(spec.width)), spec)
+    }
+
+    /// The same with the cut of the inner width.
+    pub(super) fn declare_cut(
+        table: &mut ParamTable,
+        name: &str,
+        (width, inner): (usize, Cut),
+        spec: &DenseSpec,
+    ) -> Self {
+        let hidden = Cut::Whole(width);
         let mut linear = |part: &str, joined: Option<usize>, dims| {
             let (f, tensor) = (spec.width, format!("{name}.gate_up_proj"));
             let file = joined.map(|i| FileRows { first: i * f, ..FileRows::own(&tensor, 2 * f) });

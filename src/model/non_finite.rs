@@ -4,6 +4,7 @@ use super::arch::Head;
 use super::transformer::{Keys, Saved, Transformer};
 use super::weights::Weights;
 use crate::config::job::Recompute;
+use crate::pictures::Picture;
 use crate::tensor::Tensor;
 
 /// Packed rows for a forward, and the tokens that go through the head.
@@ -11,6 +12,7 @@ use crate::tensor::Tensor;
 pub struct Rows<'a> {
     pub tokens: &'a [u32],
     pub positions: &'a [u32],
+    pub pictures: &'a [Picture],
     pub cu_seqlens: &'a [usize],
     /// Rows of the hidden state, and the token that each predicts.
     pub rows: &'a [u32],
@@ -35,7 +37,7 @@ impl Transformer {
     pub fn not_finite(&self, w: &Weights, of: Rows, recompute: impl Into<Recompute>) -> Option<String> {
         let mut saved = Saved::new(recompute);
         let keys = Keys::Packed(of.cu_seqlens.into());
-        let hidden = self.forward_stage(w, of.tokens, of.positions, keys, Some(&mut saved));
+        let hidden = self.forward_stage(w, of.pictures, of.tokens, of.positions, keys, Some(&mut saved));
         let answers = hidden.as_ref().map_or(Vec::new(), |hidden| match w.table.head() {
             Head::LanguageModel => self.logprobs(w, hidden, of.rows, of.targets, 1.0, false).0,
             Head::Value => self.values(w, hidden, of.rows),

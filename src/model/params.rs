@@ -194,7 +194,7 @@ impl ParamSpec {
     }
 }
 
-/// The parameters in the order of the flat buffer: embedding, layers, final norm, head.
+/// The parameters in the order of the flat buffer: a vision tower, embedding, layers, final norm, head.
 ///
 /// If only a part of a model trains, the model has two tables with equally many units: its own, of what trains, and the
 /// table of its frozen base, which other models may share.
@@ -210,6 +210,8 @@ pub struct ParamTable {
     specs: Vec<ParamSpec>,
     by_name: HashMap<String, ParamId>,
     units: Vec<Range<usize>>,
+    /// The number of units of a vision tower, which come first.
+    tower_units: usize,
     /// Whether each unit is of a layer's experts.
     of_experts: Vec<bool>,
     layers: LayerUnits,
@@ -225,7 +227,23 @@ impl ParamTable {
     pub(super) fn empty(device: Device, head: Head, part: TensorPart, init_std: f32) -> Self {
         let (specs, by_name, units, of_experts) = (Vec::new(), HashMap::new(), Vec::new(), Vec::new());
         let (tuning, base, kept, layers) = (None, None, None, LayerUnits::default());
-        Self { head, tuning, base, kept, specs, by_name, units, of_experts, layers, len: 0, part, device, init_std }
+        let (len, tower_units) = (0, 0);
+        Self {
+            head,
+            tuning,
+            base,
+            kept,
+            specs,
+            by_name,
+            units,
+            tower_units,
+            of_experts,
+            layers,
+            len,
+            part,
+            device,
+            init_std,
+        }
     }
 
     /// The same, for a model of which only `tuning` trains, with the table of its base if it has one.
@@ -373,6 +391,16 @@ impl ParamTable {
         self.of_experts.push(false);
     }
 
+    /// Ends the units of a vision tower.
+    pub(super) fn end_tower(&mut self) {
+        self.tower_units = self.units.len();
+    }
+
+    /// The unit of the embedding, after those of a vision tower.
+    pub fn embedding_unit(&self) -> usize {
+        self.tower_units
+    }
+
     /// Ends a unit of a layer's experts, which have equal parts of it.
     pub(super) fn end_experts(&mut self) {
         self.end_unit();
@@ -448,7 +476,8 @@ impl ParamTable {
         self.by_name.get(name).copied()
     }
 
-    /// The flat ranges of the units, which are gathered and reduced one at a time: the embedding, each layer, after it
+    /// The flat ranges of the units, which are gathered and reduced one at a time: those of a tower, the embedding, each
+    /// layer, after it
     /// the gates and ups of its experts and their downs, the final norm with the head. They cover the flat buffer in order.
     pub fn units(&self) -> &[Range<usize>] {
         &self.units

@@ -58,6 +58,31 @@ pub struct Rope {
     pub query_scale: Option<(f64, f64)>,
     /// The number of rotated columns, if it is not a share of a head.
     pub columns: Option<usize>,
+    /// The frequencies that turn by the time, the row and the column of a token in a picture.
+    pub sections: Option<Sections>,
+}
+
+/// The frequencies of each axis of positions among pictures: time, row and column (arXiv:2409.12191, section 2.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sections {
+    pub sizes: [usize; 3],
+    /// Frequency i has axis i mod 3 for as long as that axis has some left, else time. Otherwise the axes follow each
+    /// other.
+    pub is_interleaved: bool,
+}
+
+impl Sections {
+    /// The axis of each of `pairs` frequencies.
+    fn axes(self, pairs: usize) -> Vec<u8> {
+        let Self { sizes: [time, rows, columns], is_interleaved } = self;
+        let axis = |i: usize| match (i % 3, is_interleaved) {
+            (1, true) => u8::from(i < 3 * rows),
+            (2, true) => 2 * u8::from(i < 3 * columns),
+            (_, true) => 0,
+            (_, false) => u8::from(i >= time) + u8::from(i >= time + rows),
+        };
+        (0..pairs).map(axis).collect()
+    }
 }
 
 /// The rotary embeddings of a family where config.json says nothing else.
@@ -77,11 +102,20 @@ pub struct RopeDefaults {
     /// The factor and the original length of a yarn that is not truncated, if files without parameters of the rope mean
     /// that (gpt-oss).
     pub yarn: Option<(f64, f64)>,
+    /// The default of `mrope_section`, and whether sections are interleaved, in families that see pictures.
+    pub sections: Option<Sections>,
 }
 
 impl RopeDefaults {
-    pub const PLAIN: Self =
-        Self { theta: THETA, by_layer: None, partial: None, longrope: None, scales_queries: false, yarn: None };
+    pub const PLAIN: Self = Self {
+        theta: THETA,
+        by_layer: None,
+        partial: None,
+        longrope: None,
+        scales_queries: false,
+        yarn: None,
+        sections: None,
+    };
 }
 
 impl Rope {
@@ -138,9 +172,14 @@ impl Rope {
                 .wrong("rope_scaling", "must not be set if rope_parameters is")
                 .hint("remove rope_parameters or rope_scaling from config.json")),
             // The keys at the top are those of layers of full attention.
-            (None, None) if kind == SLIDING && of_sliding.is_some() => {
-                Ok(Self { theta, partial: 1.0, scaling: Scaling::None, query_scale: None, columns: None })
-            }
+            (None, None) if kind == SLIDING && of_sliding.is_some() => Ok(Self {
+                theta,
+                partial: 1.0,
+                scaling: Scaling::None,
+                query_scale: None,
+                columns: None,
+                sections: None,
+            }),
             (parameters, scaling) => Self::of(config, parameters.or(scaling).as_ref(), context, family),
         }
     }
@@ -160,6 +199,7 @@ impl Rope {
         };
         let kind = match kind(p)?.as_str() {
             "su" | "yarn" if family.longrope.is_some() => "longrope".to_owned(),
+            "mrope" if family.sections.is_some() => "default".to_owned(),
             kind => kind.to_owned(),
         };
         let is_silent = parameters.is_none() && config.get("rope_parameters").is_none();
@@ -193,7 +233,8 @@ impl Rope {
             return Err(p.wrong("llama_4_scaling_beta", &what));
         }
         let query_scale = beta.map(|beta| (beta, original.unwrap_or(context)));
-        Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale, columns: None })
+        let sections = family.sections.map(|default| sections(p, default)).transpose()?;
+        Ok(Self { theta, partial: partial(config, p, family.partial)?, scaling, query_scale, columns: None, sections })
     }
 
     /// The rotation of heads of `head_dim` columns, in rows of up to `longest` tokens.
@@ -207,6 +248,12 @@ impl Rope {
                 format!("partial_rotary_factor must rotate an even number of columns (got {rotated} of {head_dim})");
             return Err(Error::data(format!("config.json: {what}")));
         }
+        if let Some(Sections { sizes, is_interleaved: false }) = &self.sections
+            && sizes.iter().sum::<usize>() != rotated / 2
+        {
+            let message = format!("config.json: mrope_section must sum to {} (got {sizes:?})", rotated / 2);
+            return Err(Error::data(message));
+        }
         if let Scaling::LongRope { short, long, .. } = &self.scaling
             && let Some(wrong) = [short, long].into_iter().find(|factors| factors.len() != rotated / 2)
         {
@@ -216,7 +263,8 @@ impl Rope {
         }
         let inverse_frequencies = self.inverse_frequencies(rotated, longest);
         let attention_factor = self.attention_factor();
-        Ok(Rotation { head_dim, inverse_frequencies, attention_factor, query_scale: self.query_scale })
+        let axes = self.sections.map_or_else(Vec::new, |sections| sections.axes(rotated / 2));
+        Ok(Rotation { head_dim, inverse_frequencies, axes, attention_factor, query_scale: self.query_scale })
     }
 
     /// The columns of a head that are rotated.
@@ -306,6 +354,25 @@ fn replacing<'a>(replaced: &Reader, scaling: Reader<'a>, top_theta: Option<f64>)
             .hint("remove rope_parameters or rope_scaling from config.json"));
     }
     Ok(scaling)
+}
+
+/// The frequencies of each axis of positions.
+fn sections(p: &Reader, default: Sections) -> Result<Sections> {
+    let key = "mrope_section";
+    let size = |v: &serde_json::Value| v.as_u64().map(|n| n as usize);
+    let sizes = match p.get(key) {
+        None => default.sizes,
+        Some(given) => {
+            let all: Option<Vec<usize>> = given.as_array().and_then(|all| all.iter().map(size).collect());
+            let all = all.and_then(|all| <[usize; 3]>::try_from(all).ok());
+            all.ok_or_else(|| p.wrong(key, &format!("must be a list of three counts (got {given})")))?
+        }
+    };
+    let is_interleaved = p.flag("mrope_interleaved")?.unwrap_or(default.is_interleaved);
+    if is_interleaved != default.is_interleaved {
+        return Err(p.wrong("mrope_interleaved", &format!("must be {} in this family", default.is_interleaved)));
+    }
+    Ok(Sections { sizes, is_interleaved })
 }
 
 /// The share of a head's columns that are rotated.

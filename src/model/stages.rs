@@ -55,12 +55,12 @@ impl ParamTable {
         let mut places = vec![Place::Away; count];
         layers[own.clone()].iter().for_each(|(units, _)| places[units.clone()].fill(Place::Here));
         if rank == 0 {
-            places[0] = Place::Here;
+            places[..=self.embedding_unit()].fill(Place::Here);
         }
         if rank + 1 == size {
             places[count - 1] = Place::Here;
             if *is_tied {
-                places[0] = Place::Copy;
+                places[self.embedding_unit()] = Place::Copy;
             }
         }
         places

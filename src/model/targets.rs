@@ -5,7 +5,7 @@
 //! these parameters, and "all-linear" selects them.
 
 use super::names::LM_HEAD;
-use super::naming::Naming;
+use super::naming::{Naming, TOWER};
 use crate::config::lora::{Modules, end_of_name, whole_name};
 use crate::error::Result;
 use regex::Regex;
@@ -78,8 +78,8 @@ pub(super) fn is_named(name: &str, end: &str) -> bool {
 }
 
 /// The names of a module: its own, and those inside a model that also sees images.
-pub(super) fn names_of(module: &str) -> [String; 3] {
-    [Naming::Plain, Naming::Inner, Naming::Outer].map(|naming| naming.in_files(module))
+pub(super) fn names_of(module: &str) -> [String; 4] {
+    [Naming::Plain, Naming::Inner, Naming::Outer, Naming::Beside].map(|naming| naming.in_files(module))
 }
 
 /// Whether one of the names of a module is `end`, or ends with it after a dot.
@@ -206,7 +206,8 @@ impl Selector {
 
     pub(super) fn selects(&self, module: &str, is_linear: bool) -> bool {
         match self {
-            Self::AllLinear => is_linear,
+            // Towers are trained by name only.
+            Self::AllLinear => is_linear && !module.starts_with(TOWER),
             Self::None => false,
             Self::Pattern(pattern) => names_of(module).iter().any(|module| pattern.is_match(module)),
             Self::Names(names) => names.iter().any(|name| is_called(module, name)),
@@ -219,7 +220,10 @@ impl Selector {
         let is_old = |name: &str| old.contains(if is_file { last_name(name) } else { name });
         module.is_module()
             && match self {
-                Self::AllLinear => module.dims.is_some() && !old.contains(last_name(module.name)),
+                Self::AllLinear => {
+                    let is_tower = module.name.starts_with(TOWER);
+                    module.dims.is_some() && !is_tower && !old.contains(last_name(module.name))
+                }
                 Self::Names(names) => names.iter().any(|name| !is_old(name) && is_called(module.name, name)),
                 other => other.selects(module.name, module.dims.is_some()),
             }

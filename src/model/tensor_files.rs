@@ -3,7 +3,7 @@
 
 use super::corrections::Corrections;
 use super::file_rows::FileRows;
-use super::files::Checkpoint;
+use super::files::{Checkpoint, Stored};
 use super::naming::Naming;
 use super::params::{ParamSpec, ParamTable, tensors};
 use super::weights::UnitValues;
@@ -253,7 +253,7 @@ impl TensorFiles {
         if let Some(others) = &self.others {
             let name = self.name(self.files.len());
             total += self.copy_others(others, &name)?;
-            weight_map.extend(wrapper::others(others).map(|(tensor, _)| (tensor.to_owned(), json!(name))));
+            weight_map.extend(self.others_of(others).map(|(tensor, _)| (tensor.to_owned(), json!(name))));
         }
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_json(&self.dir.join("model.safetensors.index.json"), &index)
@@ -261,12 +261,17 @@ impl TensorFiles {
 }
 
 impl TensorFiles {
+    /// The tensors outside the language model that are not in the table.
+    pub(super) fn others_of<'a>(&'a self, others: &'a Checkpoint) -> impl Iterator<Item = (&'a str, Stored<'a>)> {
+        wrapper::others(others, |name| self.table.specs().iter().any(|spec| spec.file_name() == name))
+    }
+
     /// Copies the tensors outside the language model to a file of their own, as they are. Returns their bytes.
     fn copy_others(&self, others: &Checkpoint, name: &str) -> Result<usize> {
         let mut entries = Map::new();
         entries.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut start = 0;
-        for (tensor, stored) in wrapper::others(others) {
+        for (tensor, stored) in self.others_of(others) {
             let end = start + stored.bytes.len();
             let entry = json!({"dtype": stored.dtype, "shape": stored.shape, "data_offsets": [start, end]});
             entries.insert(tensor.to_owned(), entry);
@@ -276,7 +281,7 @@ impl TensorFiles {
         let mut file = LargeFile::create(&self.dir.join(name))?;
         file.write(&(header.len() as u64).to_le_bytes())?;
         file.write(&header)?;
-        for (_, stored) in wrapper::others(others) {
+        for (_, stored) in self.others_of(others) {
             stored.bytes.chunks(PIECE).try_for_each(|piece| file.write(piece))?;
         }
         file.finish()?;

@@ -3,6 +3,9 @@
 use super::arch::Arch;
 use super::config_json::{FULL, LINEAR, SLIDING};
 use super::families::{Bias, Family, Windows};
+use super::rope::Sections;
+use super::wrapper::{TEXT, VISION, WRAPPERS};
+use crate::error::Result;
 use serde_json::{Map, Value, json};
 
 /// The vocabulary of a model without a tokenizer.
@@ -187,6 +190,12 @@ fn ropes(family: &Family) -> Value {
         rope
     };
     let theta = family.rope.theta;
+    if let Some(Sections { sizes, is_interleaved }) = family.rope.sections.filter(|_| family.is_inside()) {
+        let mut rope = rope(theta);
+        rope["mrope_section"] = sections(&sizes.map(Value::from), HEAD_DIM / 2).into();
+        rope["mrope_interleaved"] = is_interleaved.into();
+        return rope;
+    }
     match family.rope.by_layer {
         Some(sliding) => json!({FULL: rope(theta), SLIDING: rope(sliding.unwrap_or(theta))}),
         None => rope(theta),
@@ -275,11 +284,64 @@ impl Shares {
                     list.truncate(self.layers.0);
                 }
                 ("short_factor" | "long_factor", Value::Array(list)) => list.truncate(self.pairs),
+                ("mrope_section", Value::Array(list)) => *list = sections(list, self.pairs),
                 (_, Value::Object(object)) => self.scale(object),
                 _ => {}
             }
         }
     }
+}
+
+/// Sections of `pairs` frequencies in all, with the shares of `old` ones.
+fn sections(old: &[Value], pairs: usize) -> Vec<Value> {
+    let sizes: Vec<usize> = old.iter().map(|size| size.as_u64().unwrap_or(0) as usize).collect();
+    let sum = sizes.iter().sum::<usize>().max(1);
+    let mut scaled: Vec<usize> = sizes.iter().map(|size| size * pairs / sum).collect();
+    let left = pairs - scaled.iter().sum::<usize>();
+    if let Some(last) = scaled.last_mut() {
+        *last += left;
+    }
+    scaled.into_iter().map(Value::from).collect()
+}
+
+/// The config.json of a tiny model that reads images, around that of its language model of `family`. `token` returns the
+/// id of a token by its name. The image of a side of 64 pixels is 16 tokens.
+///
+/// # Errors
+/// The error of `token`.
+pub fn seeing(
+    family: &Family,
+    text: Map<String, Value>,
+    mut token: impl FnMut(&str) -> Result<u32>,
+) -> Result<Map<String, Value>> {
+    let kind = WRAPPERS.iter().find(|kind| kind.family == family.name).expect("a model around the family");
+    let width = text.get("hidden_size").cloned().unwrap_or_default();
+    let mut tower = json!({
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 8,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "out_hidden_size": width,
+        "initializer_range": 0.02, "model_type": format!("{}_vision", kind.name)
+    });
+    let own = match kind.name {
+        "qwen2_5_vl" => json!({"hidden_act": "silu", "window_size": 32, "fullatt_block_indexes": [1]}),
+        _ => json!({"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64,
+                    "deepstack_visual_indexes": if kind.name == "qwen3_vl" { vec![0] } else { Vec::new() }}),
+    };
+    let (Value::Object(tower), Value::Object(own)) = (&mut tower, own) else { unreachable!("they are objects") };
+    tower.extend(own);
+    let mut config = json!({"architectures": [kind.class], "model_type": kind.name, VISION: tower});
+    for (key, name) in [
+        ("image_token_id", "<|image_pad|>"),
+        ("video_token_id", "<|video_pad|>"),
+        ("vision_start_token_id", "<|vision_start|>"),
+        ("vision_end_token_id", "<|vision_end|>"),
+    ] {
+        config[key] = token(name)?.into();
+    }
+    config["tie_word_embeddings"] = text.get("tie_word_embeddings").cloned().unwrap_or_default();
+    config["dtype"] = text.get("dtype").cloned().unwrap_or_default();
+    config[TEXT] = Value::Object(text);
+    let Value::Object(config) = config else { unreachable!("it is an object") };
+    Ok(config)
 }
 
 #[cfg(test)]

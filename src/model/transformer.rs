@@ -3,29 +3,32 @@
 use super::arch::{Arch, Head};
 use super::block::{Block, BlockSaved, Keep};
 use super::context::{Context, LayerKeys};
+use super::eyes::{Eyes, Seen, Slopes};
 use super::layer_cache::{CacheGroup, LayerCache};
 use super::layers::Layers;
 use super::norm::Norm;
 use super::params::{ParamId, ParamTable};
 use super::part::TensorPart;
+use super::pixels::Pixels;
 use super::ring::Ring;
 use super::routers::Routers;
 use super::stages::Stage;
+use super::tower::Merged;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group, Way};
 use crate::config::job::Recompute;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode, traced};
 use crate::dtype::DType;
+use crate::error::Result;
+use crate::experience::Image;
 use crate::ops::attention::{Packed, Paged};
 use crate::ops::rope::RopeTable;
 use crate::ops::{embedding, scale};
+use crate::pictures::{AXES, Picture};
 use crate::sys::trace::{self, Category};
 use crate::tensor::{Indices, Tensor};
 use std::sync::Arc;
-
-/// The first unit of the parameter table.
-const EMBEDDING: usize = 0;
 
 /// The most hidden states that a stage sends at a time in forwards without a backward.
 const SENDING_MAX: usize = 2;
@@ -56,6 +59,9 @@ impl Keys<'_> {
 pub struct Transformer {
     pub arch: Arch,
     embedding: ParamId,
+    /// The unit of the embedding.
+    embedding_unit: usize,
+    eyes: Eyes,
     /// The language-model head (the embedding if tied), or the value head's vector.
     pub(super) head: ParamId,
     /// The ranks that share the rows of embedding and head.
@@ -81,6 +87,7 @@ pub struct Saved {
     keep: Keep,
     tokens: Vec<u32>,
     positions: Vec<u32>,
+    seen: Option<Seen>,
     blocks: Vec<BlockSaved>,
     /// On the last stage, the output of the last block (t, d) and its 1 / rms (t, 1).
     last: Option<(Tensor, Tensor)>,
@@ -95,7 +102,7 @@ impl Saved {
             Recompute::Attention => Keep::AllButAttention,
             Recompute::Block => Keep::Input,
         };
-        Self { keep, tokens: Vec::new(), positions: Vec::new(), blocks: Vec::new(), last: None }
+        Self { keep, tokens: Vec::new(), positions: Vec::new(), seen: None, blocks: Vec::new(), last: None }
     }
 
     /// The kept results of the layers from `first` on, with names, in the order in which they were computed, and the
@@ -120,10 +127,12 @@ impl Transformer {
         let (device, part) = (table.device(), TensorPart::from_group(&axes.tensor));
         let (own, layers) = ParamTable::with_layers(device, arch, table.head(), part, table.base());
         assert!(own.is_laid_out_as(table), "the table must list this rank's part");
-        let Layers { embedding, blocks, units, norm, head } = layers;
+        let Layers { tower, embedding, blocks, units, norm, head } = layers;
         Self {
             arch: arch.clone(),
             embedding,
+            embedding_unit: own.embedding_unit(),
+            eyes: Eyes::new(tower),
             head,
             tensor: axes.tensor.clone(),
             expert: axes.expert.clone(),
@@ -153,7 +162,23 @@ impl Transformer {
         keys: Keys,
         saved: Option<&mut Saved>,
     ) -> Tensor {
-        self.forward_stage(w, tokens, positions, keys, saved).expect("the last stage")
+        self.forward_stage(w, &[], tokens, positions, keys, saved).expect("the last stage")
+    }
+
+    /// The same with `pictures` among the tokens. Then positions may be (t, h, w) of each token (`pictures::position`).
+    ///
+    /// # Panics
+    /// The panics of `forward`; on a GPU; with the error of a tower that cannot be loaded (`open_tower`).
+    pub fn forward_seeing(
+        &self,
+        w: &Weights,
+        pictures: &[Picture],
+        tokens: &[u32],
+        positions: &[u32],
+        keys: Keys,
+        saved: Option<&mut Saved>,
+    ) -> Tensor {
+        self.forward_stage(w, pictures, tokens, positions, keys, saved).expect("the last stage")
     }
 
     /// The same on any stage: `None` if it is not the last. The hidden state comes from the stage before, and goes to
@@ -164,6 +189,7 @@ impl Transformer {
     pub fn forward_stage(
         &self,
         w: &Weights,
+        pictures: &[Picture],
         tokens: &[u32],
         positions: &[u32],
         mut keys: Keys,
@@ -172,14 +198,19 @@ impl Transformer {
         self.check_rows(tokens, positions);
         assert!(saved.is_none() || matches!(keys, Keys::Packed(_)), "only packed keys have a backward");
         let keep = saved.as_ref().map_or(Keep::Nothing, |saved| saved.keep);
+        let seen = self.seen(w, pictures, saved.as_ref().map(|saved| saved.keep));
         let x = if self.stage.is_first() {
-            self.embedded(w, Indices::on(self.device, tokens))
+            let mut x = self.embedded(w, Indices::on(self.device, tokens));
+            if let Some(seen) = &seen {
+                seen.place(&mut x);
+            }
+            x
         } else {
             self.stage.links.receive(Way::Forward, self.device, tokens.len(), self.arch.width)
         };
         let rows = positions;
         let positions = &Indices::on(self.device, positions);
-        let (x, blocks) = self.run_layers(w, x, positions, &mut keys, keep);
+        let (x, blocks) = self.run_layers(w, x, positions, &mut keys, (keep, seen.as_ref()));
         // A rank that only sends forward could get far ahead. The window of a schedule limits one that learns.
         let pending = if saved.is_some() { usize::MAX } else { SENDING_MAX };
         let (hidden, last) = if self.stage.is_last() {
@@ -190,7 +221,7 @@ impl Transformer {
             (None, None)
         };
         if let Some(saved) = saved {
-            *saved = Saved { keep, tokens: tokens.to_vec(), positions: rows.to_vec(), blocks, last };
+            *saved = Saved { keep, tokens: tokens.to_vec(), positions: rows.to_vec(), seen, blocks, last };
         }
         hidden
     }
@@ -246,7 +277,7 @@ impl Transformer {
             let groups = 0..self.cache_groups.len();
             let paged: Vec<Paged> = groups.map(|group| Paged::on_gpu(tables, group, rows, longest)).collect();
             let mut keys = Keys::Paged(cache, &paged);
-            let x = self.run_layers(w, x, positions, &mut keys, Keep::Nothing).0;
+            let x = self.run_layers(w, x, positions, &mut keys, (Keep::Nothing, None)).0;
             self.normed(w, &x).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
@@ -259,7 +290,7 @@ impl Transformer {
     ///
     /// # Errors
     /// The reason if it cannot.
-    pub fn check_graphs(&self, w: &Weights) -> Result<(), String> {
+    pub fn check_graphs(&self, w: &Weights) -> std::result::Result<(), String> {
         match () {
             () if !self.device.has_graphs() => Err("the model is not on a GPU".into()),
             () if w.is_sharded() || w.base.as_ref().is_some_and(|base| base.is_sharded()) => {
@@ -279,9 +310,16 @@ impl Transformer {
         w.addresses().into_iter().chain(self.ropes.iter().map(|rope| rope.place())).collect()
     }
 
+    /// The images of a forward, on the first stage and on those with layers that get rows of a tower.
+    fn seen(&self, w: &Weights, pictures: &[Picture], keep: Option<Keep>) -> Option<Seen> {
+        let deep = self.arch.sight.as_ref().map_or(0, |sight| sight.spec.deepstack.len());
+        let sees = self.stage.is_first() || (!pictures.is_empty() && self.stage.layers.start < deep);
+        if sees { self.eyes.see(&self.arch, w, pictures, keep) } else { None }
+    }
+
     /// The rows of the embedding (t, d) that `tokens` name.
     fn embedded(&self, w: &Weights, tokens: Indices) -> Tensor {
-        let unit = w.unit(EMBEDDING);
+        let unit = w.unit(self.embedding_unit);
         let mut x = Tensor::scratch_on(self.device, tokens.len(), self.arch.width);
         w.prefetch(self.units[0]);
         embedding::forward_part(&tokens, self.vocabulary().start, unit.weight(self.embedding), &mut x);
@@ -303,7 +341,7 @@ impl Transformer {
         mut x: Tensor,
         positions: &Indices,
         keys: &mut Keys,
-        keep: Keep,
+        (keep, seen): (Keep, Option<&Seen>),
     ) -> (Tensor, Vec<BlockSaved>) {
         let mut kept = Vec::new();
         for i in self.stage.layers.clone() {
@@ -318,6 +356,9 @@ impl Transformer {
                 keys.of_layer(i, self.group_of(i)),
                 keep,
             ));
+            if let Some(seen) = seen {
+                seen.add_after(i, &mut x);
+            }
         }
         (x, kept)
     }
@@ -368,10 +409,14 @@ impl Transformer {
     fn backward_layers(&self, w: &Weights, saved: Saved, cu_seqlens: &[usize], mut dx: Tensor, grads: &mut Gradients) {
         let packed = &Packed::from(cu_seqlens);
         let positions = &Indices::on(dx.device(), &saved.positions);
+        let mut slopes = Slopes::new();
         for (i, kept) in self.stage.layers.clone().zip(saved.blocks).rev() {
             let block = &self.blocks[i];
             let _span = trace::span(Category::Layer, "layer backward", "layer tokens", || [i, dx.rows()]);
             let _of_gpu = traced::span(self.device, "layer backward", "layer tokens", || [i, dx.rows()]);
+            if let Some(seen) = &saved.seen {
+                seen.slope_after(i, &dx, &mut slopes);
+            }
             let unit = self.units[i];
             let values = w.unit(unit);
             // The gradients of experts come first. They begin those of the rest of the layer.
@@ -385,13 +430,38 @@ impl Transformer {
         if !self.stage.is_first() {
             return self.stage.links.send(Way::Backward, dx, usize::MAX);
         }
-        grads.begin(EMBEDDING);
+        grads.begin(self.embedding_unit);
+        if let Some(seen) = &saved.seen {
+            seen.take_slope(&mut dx, &mut slopes);
+        }
         if !self.embedding.is_frozen {
             scale::by(self.arch.embed_scale.of(w.dtype()), &mut dx);
             let dw = grads.weight_mut(self.embedding);
             embedding::backward_part(&saved.tokens, self.vocabulary().start, &dx, dw);
         }
-        grads.finish(EMBEDDING);
+        grads.finish(self.embedding_unit);
+        self.eyes.backward(w, saved.seen, slopes, grads);
+    }
+
+    /// Sets the source of the patches of images. Without one, a model reads text only.
+    pub fn read_images_with(&mut self, pixels: Pixels) {
+        self.eyes.read_with(pixels);
+    }
+
+    /// The rows that replace the tokens of images, one image after another, and those after layers.
+    ///
+    /// # Errors
+    /// The errors of `open_tower`.
+    pub fn tower_rows(&self, w: &Weights, images: &[Image]) -> Result<Merged> {
+        self.eyes.rows(&self.arch, w, images)
+    }
+
+    /// Loads the tower that images need, if it does not train. A forward with images does so, too.
+    ///
+    /// # Errors
+    /// `Data` if the model has no tower that is known, or its files are damaged; `Usage` on a GPU.
+    pub fn open_tower(&self, w: &Weights) -> Result<()> {
+        self.eyes.open(&self.arch, self.device, w.dtype())
     }
 
     /// The layers with the same need of keys.
@@ -461,7 +531,8 @@ impl Transformer {
     }
 
     fn check_rows(&self, tokens: &[u32], positions: &[u32]) {
-        assert_eq!(tokens.len(), positions.len(), "a position for each token");
+        let (all, given) = (tokens.len(), positions.len());
+        assert!(given == all || given == AXES * all, "a position for each token (got {given} for {all})");
         let (v, context) = (self.arch.vocabulary, self.arch.context);
         if let Some(token) = tokens.iter().find(|&&t| t as usize >= v) {
             panic!("token {token} is outside the vocabulary of {v}");

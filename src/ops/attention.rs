@@ -1,4 +1,5 @@
-//! Causal grouped-query attention with optional sliding window, over packed sequences and over a paged KV cache.
+//! Causal grouped-query attention with optional sliding window, over packed sequences and over a paged KV cache; and
+//! without a mask over packed sequences (`Packed::unmasked`).
 //!
 //! o[t] = sum_j softmax_j(scale q[t].k[j]) v[j] over the keys j <= t of the same sequence (and j > t - window).
 //! Keys are processed in ascending blocks of `PAGE` tokens, aligned to the start of the sequence, with online softmax
@@ -53,7 +54,15 @@ pub struct Packed<'a> {
     states: OnceLock<Arc<StateTable>>,
 }
 
-impl Packed<'_> {
+impl<'a> Packed<'a> {
+    /// Sequences in which every token sees all tokens, on a CPU: those after it, too.
+    pub fn unmasked(cu_seqlens: &'a [usize]) -> Self {
+        let mut packed = Self::from(cu_seqlens);
+        // As if all queries came after the keys.
+        packed.spans.iter_mut().for_each(|span| span.past = span.keys);
+        packed
+    }
+
     fn cuda(&self, shape: &AttentionShape) -> Arc<SpanTable> {
         self.tables.get_or_make(shape, || SpanTable::new(&self.spans, shape))
     }
@@ -400,7 +409,12 @@ pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionSh
 
 /// The number of pairs of a query and a key, for a plan.
 fn pairs_of(packed: &Packed, shape: &AttentionShape) -> f64 {
-    if null::is_active() { packed.spans.iter().map(|span| pairs(0, span.tokens, shape.window)).sum() } else { 0.0 }
+    if null::is_active() { packed.spans.iter().map(|span| pairs_of_span(span, shape)).sum() } else { 0.0 }
+}
+
+/// Those of whole sequences: all of them if no key is masked.
+fn pairs_of_span(span: &Span, shape: &AttentionShape) -> f64 {
+    if span.past > 0 { (span.tokens * span.keys) as f64 } else { pairs(0, span.tokens, shape.window) }
 }
 
 fn check_packed(q: &Tensor, k: &Tensor, v: &Tensor, cu_seqlens: &[usize], shape: &AttentionShape) {

@@ -15,8 +15,10 @@ pub mod columns;
 pub mod delta;
 pub mod embedding;
 pub mod experts;
+pub mod gelu;
 pub mod glu;
 mod head_part;
+pub mod layernorm;
 pub mod linear_divergence;
 pub mod linear_logprob;
 mod linear_logprob_cuda;
@@ -32,6 +34,7 @@ pub mod sample;
 pub mod scale;
 pub mod sinks;
 pub mod softcap;
+pub mod taps;
 pub mod value_head;
 pub mod zigzag;
 

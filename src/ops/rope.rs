@@ -3,6 +3,7 @@
 use crate::device::cuda::Arg;
 use crate::device::cuda::rope::Table;
 use crate::device::{Device, cpu, cuda, null};
+use crate::pictures::AXES;
 use crate::sys::lock::lock;
 use crate::tensor::{Indices, Tensor};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, Weak};
@@ -18,6 +19,8 @@ pub struct Rotation {
     pub head_dim: usize,
     /// The angle per position of the first pairs of a head, any scaling included. The other pairs do not turn.
     pub inverse_frequencies: Vec<f32>,
+    /// The axis of the position of each of these pairs, if positions have `AXES`; else empty.
+    pub axes: Vec<u8>,
     /// The factor on cos and sin of the pairs that turn (1 for most models).
     pub attention_factor: f32,
     /// Queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)): (beta, original).
@@ -53,6 +56,7 @@ impl RopeTable {
     pub fn new(rotation: Rotation, positions_max: usize) -> Self {
         let (pairs, half) = (rotation.inverse_frequencies.len(), rotation.head_dim / 2);
         assert!(pairs <= half, "rope: {pairs} pairs of {half} turn");
+        assert!(rotation.axes.is_empty() || rotation.axes.len() == pairs, "rope: an axis for each of {pairs} pairs");
         Self { rotation, positions_max, angles: RwLock::default() }
     }
 
@@ -61,6 +65,7 @@ impl RopeTable {
         let rotation = Rotation {
             head_dim: 2 * inverse_frequencies.len(),
             inverse_frequencies: inverse_frequencies.to_vec(),
+            axes: Vec::new(),
             attention_factor,
             query_scale: None,
         };
@@ -165,6 +170,9 @@ impl Angles {
 
 /// Rotates q (t, heads*e) and k (t, kv_heads*e) in place. In each head x, with i < e/2, (x[i], x[i+e/2]) is rotated by
 /// the angle of its row's position. Then q is multiplied by the position's factor, if there is one.
+///
+/// `positions` has one number for each row or, on a CPU, `AXES`: then each pair turns by the position on its axis. Equal
+/// numbers of a row give the bits of one.
 pub fn forward(q: &mut Tensor, k: &mut Tensor, positions: &Indices, table: &RopeTable) {
     rotate([q, k], positions, table, false);
 }
@@ -175,8 +183,10 @@ pub fn backward(dq: &mut Tensor, dk: &mut Tensor, positions: &Indices, table: &R
 }
 
 fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: bool) {
-    let (rows, head_dim) = (positions.len(), table.rotation.head_dim);
-    let half = head_dim / 2;
+    let Rotation { head_dim, axes, .. } = &table.rotation;
+    let (head_dim, half, has_axes) = (*head_dim, head_dim / 2, positions.len() == AXES * both[0].rows());
+    let rows = positions.len() / if has_axes { AXES } else { 1 };
+    assert!(!has_axes || !axes.is_empty() || rows == 0, "rope: this model has no axes of positions");
     for (name, x) in ["q", "k"].into_iter().zip(&both) {
         assert!(
             x.rows() == rows && half > 0 && x.width().is_multiple_of(2 * half),
@@ -193,7 +203,11 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
             let angles = cpu::rope::Angles { half, cos: &angles.cos, sin: &angles.sin, back };
             let [q, k] = both.map(|x| (x.width(), x.data_mut()));
             for (width, x) in [(q.0, &mut *q.1), (k.0, k.1)] {
-                cpu::rope::rotate(x, width, positions, angles);
+                if has_axes {
+                    cpu::rope::rotate_axes(x, width, (positions, axes), angles);
+                } else {
+                    cpu::rope::rotate(x, width, positions, angles);
+                }
             }
             if !scales.is_empty() {
                 cpu::rope::scale(q.1, q.0, positions, scales);
@@ -201,6 +215,7 @@ fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: 
         }
         Device::Cuda => {
             let [q, k] = both.map(Tensor::cuda_mut);
+            assert!(!has_axes, "rope: there is no kernel for axes of positions");
             cuda::rope::rotate(q, k, rows, positions.cuda(), angles.cuda(head_dim), back);
         }
     }

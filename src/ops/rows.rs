@@ -29,6 +29,18 @@ pub fn gather_runs(x: &Tensor, width: usize, rows: &Indices, y: &mut Tensor) {
     }
 }
 
+/// x[rows[i]] = y[i], on a CPU. Rows ascend.
+pub fn place(y: &Tensor, rows: &[u32], x: &mut Tensor) {
+    check("place", rows, x, y);
+    cpu::copy::place(y.data(), y.width(), rows, x.data_mut());
+}
+
+/// x[rows[i]] = 0, on a CPU. Rows ascend.
+pub fn clear(rows: &[u32], x: &mut Tensor) {
+    let zeros = x.zeros_like(rows.len(), x.width());
+    place(&zeros, rows, x);
+}
+
 /// x[rows[i]] += y[i]. A row that occurs several times gets all of them, in ascending i.
 pub fn scatter(y: &Tensor, rows: &[u32], x: &mut Tensor) {
     check("scatter", rows, x, y);

@@ -17,8 +17,9 @@
 
 use super::Request;
 use super::blocks::{BlockPools, BlockTables, GroupPages, held_max, pages_of};
+use super::hooks::{Hooks, Progress};
 use super::live::Live;
-use super::run::{ForwardInput, Hooks, Model, Outcome, Progress};
+use super::run::{ForwardInput, Model, Outcome};
 use super::scheduler::{Limits, cached_tokens_max};
 use crate::error::{Error, Result};
 use crate::experience::Finish;
@@ -231,7 +232,9 @@ impl<'a> BeamRun<'a> {
         }
         let feeds = self.searches.iter().zip(&shares).filter(|(_, (tokens, _))| *tokens > 0).flat_map(
             |(search, &(tokens, complete))| {
+                let images = &*self.requests[search.requests.start].images;
                 search.beams.iter().map(move |beam| ForwardInput {
+                    images,
                     tokens: &beam.live.tokens[search.past..search.past + tokens],
                     past: search.past,
                     tables: &beam.tables,

@@ -5,9 +5,10 @@ use super::Request;
 use super::beams::{self, BeamRun, Beams};
 use super::blocks::GroupPages;
 use super::cache_size::{GroupNeed, bytes, divide};
+use super::hooks::{Hooks, Progress};
 use super::live::Live;
 use super::prefixes;
-use super::run::{Decoder, Hooks, Model, Outcome, Progress, Run};
+use super::run::{Decoder, Model, Outcome, Run};
 use super::scheduler::{Limits, Prefixes, Scheduler, Spec};
 use super::steps::DecodeSteps;
 use crate::config::rollout::RolloutConfig;
@@ -102,16 +103,8 @@ impl Engine {
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits.clone())?;
         // The prompts of a null device are all the same tokens.
         // Nor are states kept at the ends of pages.
-        let has_states = scheduler.has_states();
-        if self.steps == DecodeSteps::All && !has_states {
-            let mut next = 0;
-            let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
-                let is_first = spec.group == next;
-                next += usize::from(is_first);
-                is_first
-            });
-            let keys = prefixes::keys(of_groups.map(|(_, request)| (&*request.tokens, &*request.images)));
-            scheduler.share_prefixes(Prefixes::new(keys.iter().map(|key| &key[..])));
+        if self.steps == DecodeSteps::All && !scheduler.has_states() {
+            share_prefixes(&mut scheduler, &specs, requests);
         }
         if queue.is_some() {
             scheduler.open();
@@ -233,6 +226,18 @@ impl Engine {
         let pages = groups.iter().zip(&self.pages).map(of_group).collect();
         Limits { batch_max, prefill_tokens_max, pages, new_tokens_before: self.new_tokens_before }
     }
+}
+
+/// Lets prompts with the same beginning share its pages.
+fn share_prefixes(scheduler: &mut Scheduler, specs: &[Spec], requests: &[Request]) {
+    let mut next = 0;
+    let of_groups = specs.iter().zip(requests).filter(|(spec, _)| {
+        let is_first = spec.group == next;
+        next += usize::from(is_first);
+        is_first
+    });
+    let keys = prefixes::keys(of_groups.map(|(_, request)| (&*request.tokens, &*request.images)));
+    scheduler.share_prefixes(Prefixes::new(keys.iter().map(|key| &key[..])));
 }
 
 /// Gives requests with the same prompt the same group number, except requests that continue after tokens of their own.

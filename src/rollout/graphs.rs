@@ -31,7 +31,8 @@
 
 use super::Request;
 use super::blocks::GroupPages;
-use super::run::{Decoder, Hooks, Run, Shape};
+use super::hooks::Hooks;
+use super::run::{Decoder, Run, Shape};
 use super::steps::DecodeSteps;
 use crate::comm::Calls;
 use crate::device::cuda::decode::{Capacity, DecodeSlot, DecodeState, Draw, ENDED, UNCHANGED};

@@ -11,6 +11,7 @@ pub mod blocks;
 mod cache_size;
 pub mod engine;
 mod graphs;
+mod hooks;
 mod live;
 mod prefixes;
 mod run;
@@ -22,7 +23,8 @@ pub mod turns;
 pub use beams::{Beams, EarlyStopping};
 pub use engine::Engine;
 pub use graphs::bucket;
-pub use run::{Hooks, Model, Outcome, Progress, Queue};
+pub use hooks::{Hooks, Progress, Queue};
+pub use run::{Model, Outcome};
 
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};

@@ -3,25 +3,25 @@
 
 use super::Request;
 use super::blocks::BlockTables;
+use super::hooks::{Hooks, Progress};
 use super::live::Live;
 use super::scheduler::{Chunk, Limits, Scheduler};
 use super::steps::DecodeSteps;
-use super::turns::Turns;
 use crate::comm::{Calls, records};
 use crate::device::cuda::decode::DecodeState;
 use crate::device::cuda::graph::Graphs;
 use crate::device::cuda::{Arg, Memory};
 use crate::device::null;
 use crate::error::{Error, Result};
-use crate::experience::{Finish, Response};
+use crate::experience::{Finish, Image, Response};
 use crate::model::non_finite::Rows;
 use crate::model::{Arch, Keys, LayerCache, Transformer, Weights};
 use crate::ops::attention::{Paged, PagedSequence};
 use crate::ops::sample::{SampleParams, SampleRow, Sampled};
+use crate::pictures::{pictures, push_positions};
 use crate::rng::Rng;
 use crate::tensor::Tensor;
 use crate::text::Tokenizer;
-use std::ops::Range;
 
 /// The model that responses are sampled from.
 #[derive(Clone, Copy, Debug)]
@@ -34,6 +34,8 @@ pub struct Model<'a> {
 
 /// A sequence's share of a forward: tokens after the `past` cached ones.
 pub(super) struct ForwardInput<'a> {
+    /// The images of its sequence.
+    pub images: &'a [Image],
     pub tokens: &'a [u32],
     pub past: usize,
     pub tables: &'a BlockTables,
@@ -57,9 +59,12 @@ impl Model<'_> {
         outcome: &mut Outcome,
     ) -> Option<Tensor> {
         let (mut tokens, mut positions, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut seen, has_images) = (Vec::new(), feeds.iter().any(|feed| !feed.images.is_empty()));
         for feed in feeds {
+            let fed = feed.past..feed.past + feed.tokens.len();
+            seen.extend(pictures(feed.images, fed.clone(), tokens.len()));
+            push_positions(feed.images, fed, has_images, &mut positions);
             tokens.extend_from_slice(feed.tokens);
-            positions.extend((feed.past..feed.past + feed.tokens.len()).map(|i| i as u32));
             if feed.complete {
                 rows.push(tokens.len() as u32 - 1);
             }
@@ -68,7 +73,7 @@ impl Model<'_> {
         let sequences: Vec<Vec<PagedSequence>> = (0..self.transformer.cache_groups().len()).map(of_group).collect();
         let paged: Vec<Paged> = sequences.iter().map(|sequences| sequences.as_slice().into()).collect();
         let keys = Keys::Paged(cache, &paged);
-        let hidden = self.transformer.forward(self.weights, &tokens, &positions, keys, None);
+        let hidden = self.transformer.forward_seeing(self.weights, &seen, &tokens, &positions, keys, None);
         outcome.forwards += 1;
         outcome.tokens_fed += tokens.len();
         (!rows.is_empty()).then(|| self.transformer.logits_part(self.weights, &hidden, &rows))
@@ -97,10 +102,11 @@ impl Model<'_> {
             let words = words.map(|words| Error::fault(format!("{what}: {words}")).hint(hint));
             transformer.tensor().agree(words.map_or(Ok(()), Err))
         };
-        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
-        let last = [tokens.len() as u32 - 1];
-        let of =
-            Rows { tokens, positions: &positions, cu_seqlens: &[0, tokens.len()], rows: &last, targets: &tokens[..1] };
+        let (mut positions, all) = (Vec::new(), 0..tokens.len());
+        push_positions(&request.images, all.clone(), !request.images.is_empty(), &mut positions);
+        let (seen, last) = (pictures(&request.images, all, 0).collect::<Vec<_>>(), [tokens.len() as u32 - 1]);
+        let (positions, pictures, cu_seqlens) = (&positions[..], &seen[..], &[0, tokens.len()][..]);
+        let of = Rows { tokens, positions, pictures, cu_seqlens, rows: &last, targets: &tokens[..1] };
         // One forward over the prompt and all tokens, because no intermediate results were kept.
         let again = || {
             let place = transformer.not_finite(weights, of, true);
@@ -113,60 +119,6 @@ impl Model<'_> {
             Error::fault(format!("{what}, but they are finite in a second forward over its tokens")).hint(OF_MACHINE)
         };
         found.err().unwrap_or_else(otherwise)
-    }
-}
-
-/// Progress of a call of `generate`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
-    pub finished: usize,
-    pub total: usize,
-    pub running: usize,
-    /// New tokens sampled so far.
-    pub new_tokens: usize,
-}
-
-/// Called with the index of a request and its response.
-type Finished<'a> = dyn FnMut(usize, &Response) -> Result<()> + 'a;
-
-/// The source of a call's requests, if it does not begin with all of them.
-pub struct Queue<'a> {
-    /// The maximum number of requests answered at once.
-    pub batch_max: usize,
-    /// Returns the next requests to answer, all requests of a prompt together, or `None` if there are no more. Ranks
-    /// that share the schedule call it together, and get the same.
-    pub next: &'a mut dyn FnMut() -> Option<Range<usize>>,
-}
-
-/// The optional callbacks of the caller of `generate`.
-#[derive(Default)]
-pub struct Hooks<'a> {
-    /// Called before every forward. True ends the call with the finished responses.
-    pub stop: Option<&'a dyn Fn() -> bool>,
-    /// Called after every forward.
-    pub progress: Option<&'a mut dyn FnMut(Progress)>,
-    /// Called with the index of a request and each token sampled for it.
-    pub drawn: Option<&'a mut dyn FnMut(usize, u32)>,
-    /// Called with the index of a request and its response as soon as it has ended. An error ends the call.
-    pub finished: Option<&'a mut Finished<'a>>,
-    /// The environment that answers turns, if responses have several.
-    pub turns: Option<&'a mut dyn Turns>,
-    pub queue: Option<Queue<'a>>,
-}
-
-impl Hooks<'_> {
-    pub(super) fn stops(&self) -> bool {
-        self.stop.is_some_and(|stop| stop())
-    }
-
-    pub(super) fn report(&mut self, progress: Progress) {
-        if let Some(hear) = &mut self.progress {
-            hear(progress);
-        }
-    }
-
-    pub(super) fn finished(&mut self, i: usize, response: &Response) -> Result<()> {
-        self.finished.as_mut().map_or(Ok(()), |hear| hear(i, response))
     }
 }
 
@@ -387,6 +339,7 @@ impl Run<'_> {
             self.live[feed.sequence].begin(&self.requests[feed.sequence], self.model.tokenizer)?;
         }
         let fed = |feed: &Chunk| ForwardInput {
+            images: &self.requests[feed.sequence].images,
             tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
             past: feed.past,
             tables: self.scheduler.tables(feed.sequence),

@@ -54,7 +54,7 @@ pub fn models(config: &Config) -> Vec<ModelSpec> {
 /// Each model's head and its config.json.
 pub fn archs(config: &Config) -> Result<Vec<(RoleName, Head, Arch)>> {
     let located = models(config).into_iter().map(|model| model.located(config));
-    located.map(|model| model.and_then(|model| Ok((model.role, model.head, model.arch()?)))).collect()
+    located.map(|model| model.and_then(|model| Ok((model.role, model.head, model.arch(config)?)))).collect()
 }
 
 /// The same for a plan, which needs no weights. The reward model in `reward` is added if the job names none.

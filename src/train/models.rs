@@ -3,8 +3,9 @@
 use super::saved::{self, Saved};
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
+use crate::config::job::DeviceName;
 use crate::config::mesh::{Auto, RoleName};
-use crate::config::model::Quantize;
+use crate::config::model::{Quantize, Vision};
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
 use crate::launch::run::{Run, WeightsFrom};
@@ -120,10 +121,27 @@ impl ModelSpec {
         Ok(self)
     }
 
+    /// The architecture of an actor, with its vision tower in the table if that trains.
+    fn seeing(&self, config: &Config, arch: Arch) -> Result<Arch> {
+        let is_actor = matches!(self.role, RoleName::Actor | RoleName::Rollout);
+        if config.model.vision == Vision::Frozen || !is_actor {
+            return Ok(arch);
+        }
+        if config.job.device == DeviceName::Gpu {
+            return Err(Error::usage("model.vision = \"train\" is not supported with job.device = \"gpu\"")
+                .hint("set job.device = \"cpu\", or model.vision = \"frozen\""));
+        }
+        if matches!(config.mesh.pipeline, Auto::Is(stages) if stages > 1) {
+            return Err(Error::usage("model.vision = \"train\" does not support mesh.pipeline")
+                .hint("set mesh.pipeline = 1, or model.vision = \"frozen\""));
+        }
+        arch.with_tower().map_err(|e| e.within("model.vision = \"train\""))
+    }
+
     /// Reads its config.json. A model whose adapter has a value head is a value model.
-    pub fn arch(&self) -> Result<Arch> {
+    pub fn arch(&self, config: &Config) -> Result<Arch> {
         let key = role::key(self.role.name());
-        let mut arch = Arch::load(&self.dir).map_err(|e| e.within(&key))?;
+        let mut arch = self.seeing(config, Arch::load(&self.dir).map_err(|e| e.within(&key))?)?;
         if self.adapter.as_os_str().is_empty() {
             return Ok(arch);
         }
@@ -161,8 +179,9 @@ impl JobModel {
     /// # Errors
     /// `Data` or `Io` if the adapter that the job began with, or the checkpoint's config.json, cannot be read.
     pub fn of_checkpoint(spec: ModelSpec, config: &Config, checkpoint: &Checkpoint) -> Result<Self> {
-        let mut model =
-            Self { spec: spec.located(config)?, arch: Arch::load(&checkpoint.dir)?.for_rows(config.row_tokens_max()) };
+        let (spec, arch) = (spec.located(config)?, Arch::load(&checkpoint.dir)?);
+        let arch = spec.seeing(config, arch)?.for_rows(config.row_tokens_max());
+        let mut model = Self { spec, arch };
         // A checkpoint has none of the tensors outside the language model.
         model.arch = model.arch.with_others(&model.spec.dir);
         model.arch.tuning = tuning(config, &model)?.map(Arc::new);
@@ -212,7 +231,7 @@ pub fn described(
     let mut all: Vec<JobModel> = Vec::new();
     for spec in specs {
         let spec = spec.located(config)?;
-        let mut model = JobModel { arch: spec.arch()?.for_rows(config.row_tokens_max()), spec };
+        let mut model = JobModel { arch: spec.arch(config)?.for_rows(config.row_tokens_max()), spec };
         if model.arch.context < model.arch.positions {
             let (dir, context) = (model.spec.dir.display(), model.arch.context);
             stderr::note_once(&format!(
@@ -246,8 +265,9 @@ pub fn described(
 /// The same for a plan: it rejects another vocabulary as a run does, and reads tokenizers only if the sizes differ.
 pub fn planned(config: &Config, specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> {
     let located = specs.into_iter().map(|spec| spec.located(config));
-    let all = located
-        .map(|spec| spec.and_then(|spec| Ok(JobModel { arch: spec.arch()?.for_rows(config.row_tokens_max()), spec })));
+    let all = located.map(|spec| {
+        spec.and_then(|spec| Ok(JobModel { arch: spec.arch(config)?.for_rows(config.row_tokens_max()), spec }))
+    });
     let mut all: Vec<JobModel> = all.collect::<Result<_>>()?;
     if let Some((first, others)) = all.split_first_mut() {
         let vocabulary = first.arch.vocabulary;
@@ -263,9 +283,13 @@ pub fn planned(config: &Config, specs: Vec<ModelSpec>) -> Result<Vec<JobModel>> 
 /// Sets what of each model trains. A frozen language model uses the base of a model that trains in part and has the same
 /// directory.
 pub fn tune(config: &Config, all: &mut [JobModel]) -> Result<()> {
-    let tunings = all.iter().map(|model| tuning(config, model)).collect::<Result<Vec<_>>>()?;
+    let mut tunings = all.iter().map(|model| tuning(config, model)).collect::<Result<Vec<_>>>()?;
     let bases: Vec<PathBuf> =
         all.iter().zip(&tunings).filter(|(_, tuning)| tuning.is_some()).map(|(m, _)| m.spec.base()).collect();
+    if share_towers(all, &bases)? {
+        tunings = all.iter().map(|model| tuning(config, model)).collect::<Result<Vec<_>>>()?;
+    }
+    all.iter().zip(&tunings).try_for_each(|(model, tuning)| check_tower(model, tuning.as_ref()))?;
     let is_quantized = config.model.quantize == Quantize::Nf4;
     for (model, tuning) in all.iter_mut().zip(tunings) {
         if is_quantized && matches!(config.mesh.pipeline, Auto::Is(stages) if stages > 1) {
@@ -292,6 +316,36 @@ pub fn tune(config: &Config, all: &mut [JobModel]) -> Result<()> {
         // The whole of a model that learns trains, unless its own settings say otherwise.
         let is_frozen = (is_base || is_quantized) && !learns(model);
         model.arch.tuning = tuning.or_else(|| is_frozen.then(frozen)).map(Arc::new);
+    }
+    Ok(())
+}
+
+/// Gives the models on a base that has a tower in its table one, too, so that their units are the same. Returns whether
+/// there were any.
+fn share_towers(all: &mut [JobModel], bases: &[PathBuf]) -> Result<bool> {
+    let has_tower = |model: &JobModel| model.arch.sight.as_ref().is_some_and(|sight| sight.trains);
+    let towers: Vec<PathBuf> = all.iter().filter(|model| has_tower(model)).map(|model| model.spec.base()).collect();
+    let mut any = false;
+    for model in all {
+        let base = model.spec.base();
+        if bases.contains(&base) && towers.contains(&base) && !has_tower(model) {
+            model.arch = model.arch.clone().with_tower()?;
+            any = true;
+        }
+    }
+    Ok(any)
+}
+
+/// Rejects a tower that is to train while all of it is frozen.
+fn check_tower(model: &JobModel, tuning: Option<&Tuning>) -> Result<()> {
+    let (Some(tuning), true) = (tuning, model.spec.role == RoleName::Actor && model.spec.optim.is_some()) else {
+        return Ok(());
+    };
+    let has_tower = model.arch.sight.as_ref().is_some_and(|sight| sight.trains);
+    let trains = tuning.adapters.keys().chain(&tuning.whole).any(|name| name.starts_with("model.visual."));
+    if has_tower && !trains {
+        return Err(Error::usage("model.vision = \"train\" has no use: all of the tower is frozen")
+            .hint("name modules of the tower in lora.targets, such as \"attn.qkv\", or remove model.vision"));
     }
     Ok(())
 }

@@ -116,6 +116,7 @@ fn queries_are_also_multiplied_by_the_factor_of_their_position() {
             let what = format!("{t} rows, {heads} and {kv_heads} heads");
             compare_with_cpu(&what, ["q", "k", "q back", "k back"].map(|name| (name, BF16, 3e-7)), |device| {
                 let rotation = Rotation {
+                    axes: Vec::new(),
                     head_dim: 64,
                     inverse_frequencies: (0..32).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect(),
                     attention_factor: 1.0,

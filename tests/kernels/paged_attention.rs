@@ -165,6 +165,7 @@ fn rope_fused_with_the_cache_write_equals_rope_in_place() {
             let (shape, rows) = (shape(heads, kv_heads, e, None), 9);
             let frequencies: Vec<f32> = (0..e / 2).map(|i| 10f32.powf(-(i as f32) / 4.0)).collect();
             let rotation = Rotation {
+                axes: Vec::new(),
                 head_dim: e,
                 inverse_frequencies: frequencies,
                 attention_factor: 1.0,

@@ -14,3 +14,4 @@ mod paged;
 mod quantized;
 mod refused;
 mod scaling;
+mod vision;

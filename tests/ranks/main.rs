@@ -25,6 +25,7 @@ mod tensor_models;
 mod tensor_rollout;
 mod traces;
 mod verify;
+mod vision;
 #[path = "../weights.rs"]
 mod weights;
 mod zero;
@@ -61,6 +62,7 @@ fn tests() -> Vec<&'static Test> {
         relayout::TESTS,
         verify::TESTS,
         traces::TESTS,
+        vision::TESTS,
     ];
     all.into_iter().flatten().collect()
 }

@@ -9,7 +9,7 @@ use crate::metrics::{counted, grouped};
 use crate::model::rope::{Rope, Scaling};
 use crate::model::{
     Arch, AttentionSpec, DeltaSpec, ExpertsSpec, Feed, Head, LatentSpec, OnDisk, ParamTable, Scoring, SharedName,
-    SharedSpec, Sinks, Tensors,
+    SharedSpec, Sinks, Tensors, VisionSpec,
 };
 use crate::ops::glu::Activation;
 use crate::text::Tokenizer;
@@ -62,12 +62,21 @@ fn of_arch(arch: &Arch) -> Rows {
     rows.extend(feeds(arch).into_iter().map(|text| ("mlp", text)));
     rows.extend(layers(arch).into_iter().map(|text| ("layers", text)));
     rows.push(("context", counted(arch.positions, "token")));
+    rows.extend(arch.sight.iter().map(|sight| ("images", tower(&sight.spec))));
     let caps = [("attention scores", attention.softcap), ("logits", arch.logit_softcap)];
     let caps: Vec<String> = caps.iter().filter_map(|(of, cap)| Some(format!("{of} at {}", (*cap)?))).collect();
     if !caps.is_empty() {
         rows.push(("soft caps", caps.join(", ")));
     }
     rows
+}
+
+/// The vision tower.
+fn tower(spec: &VisionSpec) -> String {
+    let &VisionSpec { depth, width, patch, merge, .. } = spec;
+    let blocks = counted(depth, "block");
+    let side = patch * merge;
+    format!("{blocks} of width {width}, a token for {side} x {side} pixels; on CPUs only")
 }
 
 /// The heads of attention.
@@ -213,7 +222,12 @@ fn of_files(dir: &Path, arch: &Arch) -> Result<Rows> {
     if found.others.count > 0 {
         let others = describe(&found.others);
         let of = if arch.wrapper.is_some() { "other parts (images)" } else { "layers that predict further tokens" };
-        rows.push(("not used", format!("{others}, of {of}; copied to exports")));
+        let what = if arch.sight.is_some() {
+            "copied to exports, unless model.vision trains them"
+        } else {
+            "copied to exports"
+        };
+        rows.push((if arch.sight.is_some() { "others" } else { "not used" }, format!("{others}, of {of}; {what}")));
     }
     Ok(rows)
 }

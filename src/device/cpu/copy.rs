@@ -101,6 +101,21 @@ pub fn scatter(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
     });
 }
 
+/// x[rows[i]] = y[i]; rows ascend.
+pub fn place(y: &[f32], width: usize, rows: &[u32], x: &mut [f32]) {
+    assert_eq!(y.len(), rows.len() * width, "place: the input has another length");
+    assert!(rows.is_sorted_by(|a, b| a < b), "place: rows must ascend");
+    assert!(rows.last().is_none_or(|&row| (row as usize + 1) * width <= x.len()), "place: a row is out of range");
+    let out = Shares::new(x);
+    pool().ranges(rows.len(), 1, y.len() < SERIAL_MAX, &|range| {
+        for i in range {
+            let to = rows[i] as usize * width;
+            // SAFETY: rows lie within x, and all are different.
+            unsafe { out.slice(to..to + width) }.copy_from_slice(&y[i * width..(i + 1) * width]);
+        }
+    });
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,6 +2,7 @@
 
 use super::pool::{Shares, pool};
 use crate::device::simd::{level, leveled};
+use crate::pictures::AXES;
 
 /// The number of elements below which one thread is faster than waking the others.
 const SERIAL_MAX: usize = 1 << 14;
@@ -26,6 +27,25 @@ pub fn rotate(x: &mut [f32], width: usize, positions: &[u32], angles: Angles) {
         // SAFETY: these rows belong to this share alone and lie within x, which has a row per position.
         let x = unsafe { out.slice(rows.start * width..rows.end * width) };
         rotate_rows(level, x, width, &positions[rows], angles);
+    });
+}
+
+/// The same for positions of three numbers each: pair i turns by the number `axes[i]` of its row's position. Pairs after
+/// the last axis do not turn.
+pub fn rotate_axes(x: &mut [f32], width: usize, (positions, axes): (&[u32], &[u8]), angles: Angles) {
+    let (level, half) = (level(), angles.half);
+    let (out, rows) = (Shares::new(x), positions.len() / AXES);
+    pool().ranges(rows, 1, rows < SERIAL_MAX / width.max(1), &|rows| {
+        let (mut cos, mut sin) = (vec![1.0; half], vec![0.0; half]);
+        for row in rows {
+            for (i, axis) in axes.iter().enumerate() {
+                let at = positions[AXES * row + usize::from(*axis)] as usize * half + i;
+                (cos[i], sin[i]) = (angles.cos[at], angles.sin[at]);
+            }
+            // SAFETY: this row belongs to this share alone and lies within x.
+            let x = unsafe { out.slice(row * width..(row + 1) * width) };
+            rotate_rows(level, x, width, &[0], Angles { cos: &cos, sin: &sin, ..angles });
+        }
     });
 }
 

@@ -32,6 +32,8 @@ enum Mode {
 struct Whole {
     /// Whether every rank gets the sums of the whole unit, not only of its range (stage 0).
     everywhere: bool,
+    /// The unit of the embedding: those before it are of a vision tower, whose backward is the last.
+    embedding: usize,
     /// Whether this micro-batch is the last: a unit is complete after its backward.
     last: bool,
     /// The lowest layer that this micro-batch's backward has reached.
@@ -57,7 +59,8 @@ impl Gradients {
             Mode::Ranges(None)
         } else {
             let next = partition.units();
-            Mode::Whole(Whole { everywhere: !shards.optimizer(), last: false, lowest: next, next })
+            let embedding = table.embedding_unit();
+            Mode::Whole(Whole { everywhere: !shards.optimizer(), embedding, last: false, lowest: next, next })
         };
         let mut all = Self { table, sums, partition, streams, in_flight: VecDeque::new(), mode };
         // On a GPU they take memory from the first minibatch on.
@@ -111,14 +114,14 @@ impl Gradients {
     pub fn begin(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
         match &mut self.mode {
-            Mode::Whole(whole) if index > 0 => {
+            Mode::Whole(whole) if index != whole.embedding => {
                 whole.lowest = index;
                 self.reduce_above(index + 1, GradientOrder::Fast);
             }
             Mode::Whole(whole) => {
                 // The embedding's backward comes after the first layer's; a tied head's, before all layers.
-                if whole.lowest == 1 {
-                    self.reduce_above(1, GradientOrder::Fast);
+                if whole.lowest == index + 1 {
+                    self.reduce_above(index + 1, GradientOrder::Fast);
                 }
             }
             Mode::Ranges(Some((open, _))) if *open == index => {}
@@ -135,7 +138,8 @@ impl Gradients {
     /// Called after the backward of unit `index` has added to its gradients.
     pub fn finish(&mut self, index: usize) {
         assert!(index < self.sums.len(), "unit {index} of {}", self.sums.len());
-        let complete = matches!(&self.mode, Mode::Whole(whole) if whole.lowest == 1);
+        let last = |whole: &Whole| usize::from(whole.embedding == 0);
+        let complete = matches!(&self.mode, Mode::Whole(whole) if whole.lowest == last(whole));
         if index == 0 && complete {
             self.reduce_above(0, GradientOrder::Fast);
         }
@@ -231,15 +235,16 @@ impl Gradients {
     /// Adds the sums of the tied embedding, which the first and the last stage both have: the first one's, then the last
     /// one's. Called after `reduce` by all ranks.
     pub fn sum_tied(&mut self, tied: &Group) {
-        if !self.table.is_tied() || tied.size() == 1 || self.sums[0].is_empty() {
+        let unit = self.table.embedding_unit();
+        if !self.table.is_tied() || tied.size() == 1 || self.sums[unit].is_empty() {
             return;
         }
         let own = match &self.mode {
-            Mode::Whole(whole) if !whole.everywhere => self.partition.own_share(0),
-            Mode::Whole(_) => 0..self.partition.shared(0).len(),
-            Mode::Ranges(_) => 0..self.sums[0].len(),
+            Mode::Whole(whole) if !whole.everywhere => self.partition.own_share(unit),
+            Mode::Whole(_) => 0..self.partition.shared(unit).len(),
+            Mode::Ranges(_) => 0..self.sums[unit].len(),
         };
-        tied.sum_slice(self.sums[0].slice_mut(own));
+        tied.sum_slice(self.sums[unit].slice_mut(own));
     }
 
     /// Bytes of the sums that stay on this rank.

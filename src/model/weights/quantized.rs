@@ -41,7 +41,7 @@ fn is_quantized(table: &ParamTable, unit: usize, spec: &ParamSpec) -> bool {
 impl ParamTable {
     /// Whether the matrices of a unit are quantized in a base in nf4: those of layers are.
     pub fn is_quantized(&self, unit: usize) -> bool {
-        (1..self.units().len() - 1).contains(&unit)
+        (self.embedding_unit() + 1..self.units().len() - 1).contains(&unit)
     }
 }
 

@@ -88,7 +88,12 @@ impl RewardModels {
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         for (i, RewardModel { role, config, tokenizer }) in self.models.iter_mut().enumerate() {
             // Only the last token is scored, so all tokens count as prompt.
-            let row = |tokens: Vec<u32>| Tokens { prompt_tokens: tokens.len(), tokens: tokens.into(), masks: &[] };
+            let row = |tokens: Vec<u32>| Tokens {
+                prompt_tokens: tokens.len(),
+                tokens: tokens.into(),
+                masks: &[],
+                images: &[],
+            };
             let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
             let rows: Vec<Tokens> = rows.collect::<Result<_>>()?;
             let (longest, context) = (rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0), role.arch().context);

@@ -79,6 +79,7 @@ impl Models {
             tokens: line.tokens.clone().into(),
             prompt_tokens: line.prompt_tokens,
             masks: &[],
+            images: &[],
         };
         let tokens: Vec<Tokens> = lines.iter().map(tokens).collect();
         let config = &case.settings.config;

@@ -1,0 +1,39 @@
+//! The vision tower of an architecture: whether it has one, and whether the parameter table has it.
+
+use super::arch::Arch;
+use super::vision_spec::{Sight, VisionSpec};
+use super::wrapper::Wrapper;
+use crate::error::{Error, Result};
+use std::sync::Arc;
+
+impl Arch {
+    /// The tower that images need.
+    ///
+    /// # Errors
+    /// `Data` if the model has none that is known, or its config.json is wrong.
+    pub fn need_sight(&self) -> Result<&Sight> {
+        if let Some(sight) = &self.sight {
+            return Ok(sight);
+        }
+        if let Some(wrapper) = &self.wrapper {
+            VisionSpec::read(wrapper, self.width, self.blocks.len())?;
+        }
+        let kind = self.wrapper.as_ref().map_or(self.family.name, Wrapper::name);
+        Err(Error::data(format!("model_type \"{kind}\" cannot read images here"))
+            .hint("use a model of Qwen2.5-VL, Qwen3-VL or Qwen3.5"))
+    }
+
+    /// The architecture with its tower in the parameter table, so that it can train.
+    ///
+    /// # Errors
+    /// The errors of `need_sight`.
+    pub fn with_tower(self) -> Result<Self> {
+        let spec = self.need_sight()?.spec.clone();
+        Ok(self.with_tower_in_table(&spec))
+    }
+
+    /// The same with a tower that is known.
+    pub(super) fn with_tower_in_table(self, spec: &Arc<VisionSpec>) -> Self {
+        Self { sight: Some(Sight { spec: spec.clone(), trains: true }), ..self }
+    }
+}
