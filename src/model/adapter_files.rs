@@ -3,7 +3,7 @@
 
 use super::adapter_config::{self, AdapterConfig, Task};
 use super::files::{Checkpoint, Stored, listed};
-use super::naming::Naming;
+use super::naming::{Naming, TOWER};
 use super::old_adapters;
 use super::targets::{Fused, Model};
 use super::tensor_files::Names;
@@ -161,6 +161,14 @@ impl AdapterFiles {
 /// Whether a directory has an adapter, but no model.
 pub fn is_alone(dir: &Path) -> bool {
     dir.join(adapter_config::FILE).is_file() && !dir.join("config.json").exists()
+}
+
+/// Whether an adapter has matrices of a vision tower.
+///
+/// # Errors
+/// `Data` or `Io` if its file cannot be read.
+pub(super) fn has_tower(dir: &Path) -> Result<bool> {
+    Ok(Checkpoint::open_file(tensors_of(dir)?)?.names().any(|name| our_name(name).starts_with(TOWER)))
 }
 
 /// The file with the tensors of an adapter.

@@ -321,7 +321,12 @@ fn config(arch: &Arch, head: Head, dtype: DType) -> Map<String, Value> {
             config.insert("std".into(), json!(std));
         }
     }
-    wrapper.map_or(config.clone(), |wrapper| wrapper.wrap(config))
+    let Some(wrapper) = wrapper else { return config };
+    let mut whole = wrapper.wrap(config);
+    if head == Head::Value {
+        whole.insert("architectures".into(), json!([class]));
+    }
+    whole
 }
 
 fn end_tokens(arch: &Arch) -> Value {

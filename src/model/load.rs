@@ -1,7 +1,7 @@
 //! Loads weights from the safetensors files of a Hugging Face directory into the flat buffer: all of them, or unit by
 //! unit the part of one rank. Only that part is read.
 
-use super::adapter_files::AdapterFiles;
+use super::adapter_files::{self, AdapterFiles};
 use super::arch::{Arch, Head};
 use super::bitsandbytes::{self, Quantized};
 use super::corrections;
@@ -68,6 +68,9 @@ pub fn load_with(
 pub fn adapted(dir: &Path, adapter: Option<&Path>, head: Head) -> Result<Arch> {
     let mut arch = Arch::load(dir)?;
     if let Some(adapter) = adapter {
+        if adapter_files::has_tower(adapter)? {
+            arch = arch.with_tower().map_err(|e| e.within(dir.display()))?;
+        }
         arch.tuning = Some(Arc::new(AdapterFiles::open(adapter, &ParamTable::new(&arch, head).shapes())?.tuning));
     }
     Ok(arch)

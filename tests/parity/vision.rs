@@ -11,12 +11,13 @@ use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::{Image, Patches, Prompt};
 use rlhf_hpc::learn::packed::PackedRow;
 use rlhf_hpc::model::families::Family;
-use rlhf_hpc::model::load::ModelFiles;
+use rlhf_hpc::model::load::{self, ModelFiles};
 use rlhf_hpc::model::{Arch, Gradients, Head, Pixels, Saved, Transformer, Weights, export, tiny};
 use rlhf_hpc::rng::{Purpose, Rng};
 use rlhf_hpc::rollout::{self, Engine, Hooks, Stop, requests};
 use rlhf_hpc::tensor::DType;
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 const OTHER: u64 = 1000;
@@ -235,6 +236,28 @@ fn exports_have_the_tensors_and_the_keys_of_their_source() {
         assert_eq!(differs, None, "{name}");
         let arch = Arch::load(&out).expect("a model");
         assert!(arch.computes_as(&m.transformer.arch) && arch.sight.is_some(), "{name}");
+    }
+}
+
+/// Transformers has no class for them.
+#[test]
+fn reward_models_that_read_images_keep_their_tower() {
+    let scratch = tempfile::tempdir().expect("a directory");
+    for name in ["vision-qwen2_5_vl", "vision-qwen3_vl"] {
+        let (from, out) = (directory(name), scratch.path().join(name));
+        let load =
+            |dir: &Path, seed| load::load(Device::Cpu, dir, Head::Value, DType::F32, seed).expect("a value model");
+        let (arch, weights) = load(&from, 3);
+        export::export(&out, &arch, &weights, DType::F32, None).expect("it is written");
+        let (again, same) = load(&out, 4);
+        assert_eq!((again.head, again.sight.is_some()), (Head::Value, true), "{name}");
+        assert!(same.to_master(0..same.table.len())[..] == weights.to_master(0..weights.table.len())[..], "{name}");
+        let tower = |dir: &Path| {
+            let mut all = tensors(dir);
+            all.retain(|tensor, _| tensor.contains("visual."));
+            all
+        };
+        assert!(tower(&out) == tower(&from) && !tower(&out).is_empty(), "{name}");
     }
 }
 
