@@ -388,10 +388,12 @@ impl Experience {
     }
 
     /// The bytes of the complete sample outside of tensors. Each response token has its id, two log-probabilities at
-    /// sampling, the reference's, and a value, KL, reward, advantage, return and mask, and with experts their hash.
+    /// sampling, the reference's, and a value, KL, reward, advantage, return and mask, and with experts their hash. The
+    /// files of images are included.
     pub fn bytes(&self) -> usize {
         let Response { tokens, experts, .. } = &self.response;
-        self.prompt.tokens.len() * 4 + tokens.len() * (9 * 4 + 1) + size_of_val(&experts[..])
+        let images: usize = self.prompt.images.iter().map(|image| image.file.bytes().len()).sum();
+        self.prompt.tokens.len() * 4 + tokens.len() * (9 * 4 + 1) + size_of_val(&experts[..]) + images
     }
 
     /// The bytes of the sampling masks, with their counters of copies.

@@ -14,7 +14,6 @@ use crate::experience::{Image, Patches};
 use crate::sys::files;
 use serde_json::{Map, Value};
 use std::path::Path;
-use std::sync::Arc;
 
 /// Keys of config.json that name the tokens around and for images and videos. A model never samples them, because
 /// the image would be missing.
@@ -61,20 +60,17 @@ impl Images {
         self.processor.image_tokens(patches.grid)
     }
 
-    /// The patches of images among tokens, in order.
+    /// The patches of an image among tokens.
     ///
     /// # Errors
-    /// `Data`, if an image has other patches than when its tokens were made.
-    pub fn patches(&self, images: &[Image]) -> Result<Vec<Arc<Patches>>> {
-        let of = |image: &Image| {
-            let patches = self.processor.patches(image.file.bytes())?;
-            if (patches.grid, patches.hash) != (image.grid, image.hash) {
-                return Err(Error::data("an image has other pixels than when its tokens were made")
-                    .hint("shard the rows again: the image processor has changed"));
-            }
-            Ok(Arc::new(patches))
-        };
-        images.iter().map(of).collect()
+    /// `Data`, if it has other patches than when its tokens were made.
+    pub fn patches(&self, image: &Image) -> Result<Patches> {
+        let patches = self.processor.patches(image.file.bytes())?;
+        if (patches.grid, patches.hash) == (image.grid, image.hash) {
+            return Ok(patches);
+        }
+        Err(Error::data("an image has other pixels than when its tokens were made")
+            .hint("shard the rows again: the image processor has changed"))
     }
 
     /// Repeats the token of each image in `sequences`, which follow each other, as often as `counts` says. Returns the

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::rollouts::{GREEDY, MASKS};
+use super::rollouts::{GREEDY, IMAGES, MASKS};
 use super::step_file::StepFile;
 use crate::error::{Error, Result};
 use crate::experience::{Episode, Experience, Finish, Greedy, Prompt, Response, SamplingMask, Spans};
@@ -66,7 +66,13 @@ fn prompts(file: &StepFile, n: usize) -> Result<Vec<Prompt>> {
 
 impl StepFile {
     /// All samples with all that the file holds of them. `Response::prompt` counts the groups of samples of one prompt.
+    ///
+    /// # Errors
+    /// `Data` if it cannot be read, or if it has images, of which it only holds small ones.
     pub fn experience(&self) -> Result<Vec<Experience>> {
+        if self.has(IMAGES.0) {
+            return Err(self.wrong("its prompts have images, which cannot be computed again from a record"));
+        }
         read(self)
     }
 }
