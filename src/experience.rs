@@ -98,12 +98,6 @@ impl Image {
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.tokens
     }
-
-    /// `tokens` with one token for each of their `images`, as a chat template prints them.
-    pub fn collapsed(tokens: &[u32], images: &[Self]) -> Vec<u32> {
-        let is_further = |at: &usize| images.iter().any(|image| image.at < *at && *at < image.at + image.tokens);
-        (0..tokens.len()).filter(|at| !is_further(at)).map(|at| tokens[at]).collect()
-    }
 }
 
 /// The reason why a response ended.

@@ -9,7 +9,7 @@ use image::{DynamicImage, ImageDecoder, ImageError, Limits};
 use crate::error::{Error, Result, format_bytes};
 
 /// The maximum number of pixels of an image before it is resized, as in Pillow, where more count as an attack.
-const PIXELS_MAX: u64 = (1 << 30) / 4 / 3;
+pub(super) const PIXELS_MAX: u64 = (1 << 30) / 4 / 3;
 /// The maximum size of an image file.
 pub const FILE_BYTES_MAX: usize = 64 << 20;
 /// The maximum memory of a decoder.

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 use twox_hash::XxHash3_64;
 
-use super::decode::{Pixels, decode};
+use super::decode::{PIXELS_MAX, Pixels, decode};
 use super::resize::resize;
 use crate::error::{Error, Result};
 use crate::experience::Patches;
@@ -16,6 +16,8 @@ const OWN_FILE: &str = "preprocessor_config.json";
 const SHARED_FILE: &str = "processor_config.json";
 /// The largest ratio of an image's sides.
 const RATIO_MAX: usize = 200;
+/// The largest sizes of patches, in pixels, of blocks and of frames.
+const SIZE_MAX: usize = 1024;
 /// The classes whose arithmetic this is. They differ only in their libraries.
 const CLASSES: [&str; 3] = ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"];
 /// Settings that must have one value.
@@ -95,10 +97,11 @@ impl Processor {
             let wrong = |rule: &str| Error::data(format!("{key} must be {rule} (got {value})"));
             let count = |value: &Value| value.as_u64().filter(|n| *n > 0).map(|n| n as usize);
             let number = || count(value).ok_or_else(|| wrong("a positive number"));
+            let small = || count(value).filter(|n| *n <= SIZE_MAX).ok_or_else(|| wrong("a number from 1 to 1024"));
             match key.as_str() {
-                "patch_size" => found.patch = number()?,
-                "merge_size" => found.merge = number()?,
-                "temporal_patch_size" => found.frames = number()?,
+                "patch_size" => found.patch = small()?,
+                "merge_size" => found.merge = small()?,
+                "temporal_patch_size" => found.frames = small()?,
                 "rescale_factor" => found.scale = value.as_f64().ok_or_else(|| wrong("a number"))?,
                 "image_mean" => found.mean = of_channels(value).ok_or_else(|| wrong("three numbers"))?,
                 "image_std" => found.std = of_channels(value).ok_or_else(|| wrong("three numbers"))?,
@@ -132,16 +135,28 @@ impl Processor {
                 },
             }
         }
+        found.limited(settings)
+    }
+
+    /// Applies `min_pixels` and `max_pixels`, the older names, which count more than `size`.
+    fn limited(mut self, settings: &Map<String, Value>) -> Result<Self> {
         let pixels = |key: &str| settings.get(key).and_then(Value::as_u64).map(|n| n as usize);
-        found.pixels_min = pixels("min_pixels").unwrap_or(found.pixels_min);
-        found.pixels_max = pixels("max_pixels").unwrap_or(found.pixels_max);
-        if found.pixels_min > found.pixels_max {
-            let Self { pixels_min, pixels_max, .. } = found;
+        self.pixels_min = pixels("min_pixels").unwrap_or(self.pixels_min);
+        self.pixels_max = pixels("max_pixels").unwrap_or(self.pixels_max);
+        let Self { pixels_min, pixels_max, patch, merge, .. } = self;
+        if pixels_min > pixels_max {
             return Err(Error::data(format!(
                 "the least pixels ({pixels_min}) must not exceed the most ({pixels_max})"
             )));
         }
-        Ok(found)
+        let token = (patch * merge).pow(2);
+        if token > pixels_max || pixels_min as u64 > PIXELS_MAX {
+            return Err(Error::data(format!(
+                "an image of {pixels_min} to {pixels_max} pixels must have at least the {token} of a token, and at most \
+                 {PIXELS_MAX}"
+            )));
+        }
+        Ok(self)
     }
 
     /// Compares the settings with the sizes of the model's tower: `vision_config` of its config.json.

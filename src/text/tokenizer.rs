@@ -1,6 +1,7 @@
 //! The tokenizer of a Hugging Face model directory: `tokenizer.json` for the tokens, and the small JSON files next to
 //! it for the names of the special tokens.
 
+use std::borrow::Cow;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -169,22 +170,28 @@ impl Tokenizer {
     }
 
     /// The text of a prompt as reward functions see it. Special tokens are kept, because a template's turns are part of
-    /// the question. A leading BOS that the text does not contain is removed.
+    /// the question. A leading BOS that the text does not contain is removed, and an image has one token.
     pub fn decode_prompt(&self, tokens: &[u32]) -> Result<String> {
         let text = match (self.bos_id, tokens.first()) {
             (Some(bos), Some(first)) if bos == *first => &tokens[1..],
             _ => tokens,
         };
-        self.decode(text, false)
+        self.decode(&self.with_images_once(text), false)
     }
 
-    /// Parts of a row as text, special tokens included. The token of images is written once. Parts with true, which a model learns, are between ⟦ and ⟧.
+    /// `tokens` with one token for each image, as the chat template prints them.
+    fn with_images_once<'a>(&self, tokens: &'a [u32]) -> Cow<'a, [u32]> {
+        let Ok(Images { token: image, .. }) = self.images() else { return Cow::Borrowed(tokens) };
+        let mut once = tokens.to_vec();
+        once.dedup_by(|token, before| token == before && token == image);
+        once.into()
+    }
+
+    /// Parts of a row as text, special tokens included. Parts with true, which a model learns, are between ⟦ and ⟧. An
+    /// image has one token.
     pub fn marked<'a>(&self, parts: impl IntoIterator<Item = (&'a [u32], bool)>) -> Result<String> {
-        let image = self.images().ok().map(|images| images.token);
         let of = |(tokens, is_learned): (&[u32], bool)| {
-            let mut tokens = tokens.to_vec();
-            tokens.dedup_by(|token, before| token == before && Some(*token) == image);
-            let text = self.decode(&tokens, false)?;
+            let text = self.decode(&self.with_images_once(tokens), false)?;
             Ok(if is_learned { format!("⟦{text}⟧") } else { text })
         };
         parts.into_iter().map(of).collect()

@@ -130,6 +130,7 @@ fn shards_keep_the_images_of_rows_of_every_kind_and_each_file_once() {
     for prompt in prompts.next(3).unwrap() {
         fixture.check(&prompt.tokens, &prompt.images, &files);
         assert_eq!(prompt.images[0].range().len(), 8, "4 x 8 patches");
+        assert_eq!(prompt.text.matches("<|image_pad|>").count(), 2, "{}", prompt.text);
     }
     let fields = prompts.lookup(&config)(0).unwrap();
     let mut names: Vec<&String> = fields.columns.keys().collect();

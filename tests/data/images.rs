@@ -152,7 +152,8 @@ fn a_setting_that_would_change_pixels_is_an_error_by_its_name() {
         ("resample", json!(2), "resample must be 3 (got 2)"),
         ("do_pad", json!(true), "do_pad must be false (got true)"),
         ("image_mean", json!([0.5]), "image_mean must be three numbers"),
-        ("patch_size", json!(0), "patch_size must be a positive number"),
+        ("patch_size", json!(0), "patch_size must be a number from 1 to 1024"),
+        ("merge_size", json!(1024), "must have at least the 268435456 of a token"),
         ("size", json!({"height": 224, "width": 224}), "shortest_edge and longest_edge"),
         ("image_processor_type", json!("CLIPImageProcessor"), "must be one of Qwen2VLImageProcessor"),
         ("sharpen", json!(1), "sharpen (= 1) is not a setting"),
@@ -180,4 +181,28 @@ fn a_setting_that_would_change_pixels_is_an_error_by_its_name() {
         error.contains("patch_size of vision_config in config.json is 14, but the image processor has 16"),
         "{error}"
     );
+}
+
+#[test]
+fn a_damaged_file_is_an_image_or_an_error() {
+    let processor = processor(&json!({"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}})).unwrap();
+    let mut random = 1_u64;
+    let mut next = |below: usize| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) as usize % below
+    };
+    for name in ["tiny.png", "palette.png", "interlaced.png", "420.jpg", "progressive.jpg", "turned-6.jpg"] {
+        let whole = fs::read(folder().join(name)).unwrap();
+        for _ in 0..60 {
+            let mut file = whole.clone();
+            for _ in 0..=next(4) {
+                let at = next(file.len());
+                file[at] = next(256) as u8;
+            }
+            file.truncate(file.len() - next(2) * next(file.len()));
+            if let Err(error) = processor.patches(&file) {
+                assert_eq!(error.exit_code(), 65, "{name}: {error}");
+            }
+        }
+    }
 }

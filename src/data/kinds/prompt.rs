@@ -10,7 +10,7 @@ use crate::data::rows::{Place, Reading, template_variables};
 use crate::data::shape::{self, Fields, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
-use crate::experience::{Image, Prompt};
+use crate::experience::Prompt;
 use crate::text::Tokenizer;
 
 pub struct Prompts;
@@ -82,13 +82,12 @@ impl Row for Prompt {
             return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
         };
         let tokens = document.prompt()?[entry.start as usize..entry.end as usize].to_vec();
-        let images = entry.images(document)?;
         Ok(Prompt {
             id: document.id() + (u64::from(entry.piece) << PIECE_SHIFT),
-            text: tokenizer.decode_prompt(&Image::collapsed(&tokens, &images))?,
+            text: tokenizer.decode_prompt(&tokens)?,
             label: document.label()?,
             source: document.source.name.clone(),
-            images,
+            images: entry.images(document)?,
             tokens,
         })
     }

@@ -13,6 +13,7 @@
 #![no_main]
 
 mod checkpoint;
+mod image;
 mod job;
 mod model;
 mod place;
@@ -36,6 +37,7 @@ struct Target {
 const TARGETS: &[Target] = &[
     Target { name: "arrow", run: rows::arrow, seeds: rows::arrow_seeds },
     Target { name: "checkpoint", run: checkpoint::run, seeds: checkpoint::seeds },
+    Target { name: "image", run: image::run, seeds: image::seeds },
     Target { name: "job", run: job::run, seeds: job::seeds },
     Target { name: "json", run: rows::json, seeds: rows::json_seeds },
     Target { name: "jsonl", run: rows::jsonl, seeds: rows::jsonl_seeds },
