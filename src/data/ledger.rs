@@ -49,8 +49,9 @@ const REMEDIES: &[(&str, &str)] = &[
     ),
 ];
 
-/// The rule for rows of splits that the job does not name. They are filtered on purpose, so there is no remedy.
-const OTHER_SPLIT: &str = "other_split";
+/// The rules for rows that the job leaves out on purpose, so that there is no remedy: those of splits that it does not
+/// name, and those after data.rows_max.
+const ON_PURPOSE: [&str; 2] = ["other_split", "rows_max"];
 
 /// The use of all rows: `rows = trained + truncated.rows + held_out + filtered + deferred`, always.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,7 +86,7 @@ fn remedy(rule: &str) -> Option<&'static str> {
 
 impl Ledger {
     pub(crate) fn filter(&mut self, rule: &str, rows: u64) {
-        debug_assert!(rule == OTHER_SPLIT || remedy(rule).is_some(), "the rule {rule} has no remedy");
+        debug_assert!(ON_PURPOSE.contains(&rule) || remedy(rule).is_some(), "the rule {rule} has no remedy");
         if rows > 0 {
             *self.filtered.entry(rule.to_owned()).or_default() += rows;
         }
@@ -98,9 +99,9 @@ impl Ledger {
         evaluated.filtered.iter().for_each(|(rule, rows)| self.filter(rule, *rows));
     }
 
-    /// The rows that rules filtered, without those of other splits, and each rule with its rows and its remedy.
+    /// The rows that rules filtered, without those left out on purpose, and each rule with its rows and its remedy.
     pub fn losses(&self) -> (u64, Vec<String>) {
-        let lost = || self.filtered.iter().filter(|(rule, _)| *rule != OTHER_SPLIT);
+        let lost = || self.filtered.iter().filter(|(rule, _)| !ON_PURPOSE.contains(&rule.as_str()));
         let describe = |(rule, rows): (&String, &u64)| match remedy(rule) {
             Some(remedy) => format!("{rule} {rows}: {remedy}"),
             None => format!("{rule} {rows}"),
