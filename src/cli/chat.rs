@@ -5,7 +5,6 @@ use super::hub;
 use super::out::note;
 use super::rows::{Row, object};
 use super::talk::Talk;
-use super::texts::seen;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::config::rollout::RolloutConfig;
@@ -138,7 +137,7 @@ fn fitting(talk: &Talk, messages: &mut Vec<Value>, args: &Row, kept: usize) -> R
         let (tokens, images) = encode_chat(&talk.tokenizer, messages, args, Path::new(""))?;
         // A message and its answer go together.
         if tokens.len() < talk.arch().context || messages.len() < kept + 3 {
-            return Ok((tokens, seen(images)?));
+            return Ok((tokens, images));
         }
         messages.drain(kept..kept + 2);
         note!("chat: dropped the oldest messages, the model's context is {} tokens", talk.arch().context);

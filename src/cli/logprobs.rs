@@ -105,21 +105,22 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
-    let [prompt, response] = if row.contains_key("prompt_tokens") {
-        [rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?]
+    let ([prompt, response], images) = if row.contains_key("prompt_tokens") {
+        ([rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?], Vec::new())
     } else if !row.contains_key("tokens") && (row.contains_key("prompt") || has_images(row)) {
         if let Some(both) = texts.answered(row)? {
             both
         } else {
             let tokenizer = rows::needed(texts.tokenizer.as_ref(), "prompt")?;
             let [prompt, response] = [rows::text(row, "prompt")?, rows::text(row, "response")?];
-            [tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?]
+            ([tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?], Vec::new())
         }
     } else {
-        return Ok(ScoredRow { tokens: rows::tokens(row, "tokens")?, response: None, fields: Row::new() });
+        let (tokens, images) = (rows::tokens(row, "tokens")?, Vec::new());
+        return Ok(ScoredRow { tokens, response: None, images, fields: Row::new() });
     };
     if prompt.is_empty() || response.is_empty() {
         return Err(Error::data("prompt and response must each have at least 1 token (got an empty one)"));
     }
-    Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat(), fields: Row::new() })
+    Ok(ScoredRow { response: Some(prompt.len()), tokens: [prompt, response].concat(), images, fields: Row::new() })
 }

@@ -11,6 +11,7 @@ use super::texts::{Template, Texts};
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::metrics::one_line;
@@ -130,19 +131,19 @@ fn mean_std(args: &Args) -> Result<(f32, f32)> {
 }
 
 fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
-    let tokens = row_tokens(row, texts)?;
+    let (tokens, images) = row_tokens(row, texts)?;
     let mut fields = row.clone();
     fields.remove("reward");
-    Ok(ScoredRow { tokens, response: None, fields })
+    Ok(ScoredRow { tokens, response: None, images, fields })
 }
 
-fn row_tokens(row: &Row, texts: &Texts) -> Result<Vec<u32>> {
+fn row_tokens(row: &Row, texts: &Texts) -> Result<(Vec<u32>, Vec<Image>)> {
     if row.contains_key("tokens") {
         let prompt = if row.contains_key("prompt_tokens") { rows::tokens(row, "prompt_tokens")? } else { Vec::new() };
-        return Ok([prompt, rows::tokens(row, "tokens")?].concat());
+        return Ok(([prompt, rows::tokens(row, "tokens")?].concat(), Vec::new()));
     }
-    if let Some(both) = texts.answered(row)? {
-        return Ok(both.concat());
+    if let Some((both, images)) = texts.answered(row)? {
+        return Ok((both.concat(), images));
     }
     let (prompt, response) = (rows::text(row, "prompt")?, rows::text(row, "response")?);
     let tokenizer = rows::needed(texts.tokenizer.as_ref(), "texts")?;
@@ -157,5 +158,5 @@ fn row_tokens(row: &Row, texts: &Texts) -> Result<Vec<u32>> {
             note!("note: texts without an end token are scored as they are; if training added one, write {} at the end of each response", one_line(&name));
         });
     }
-    Ok(tokens)
+    Ok((tokens, Vec::new()))
 }

@@ -12,6 +12,7 @@ use super::texts::{Template, Texts};
 use crate::config::limits::{self, TOKENS_MAX};
 use crate::config::rollout::RolloutConfig;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::launch::inference::InferenceModel;
 use crate::learn::packed::PackedRow;
 use crate::model::{Head, non_finite};
@@ -25,6 +26,8 @@ pub struct ScoredRow {
     pub tokens: Vec<u32>,
     /// The first token of the response, if only that is scored; if none, all tokens except the first are scored.
     pub response: Option<usize>,
+    /// The images among them.
+    pub images: Vec<Image>,
     /// The fields of the row that the result repeats.
     pub fields: Row,
 }
@@ -74,11 +77,7 @@ impl Scoring<'_> {
                 if numbers.iter().all(|x| x.is_finite()) {
                     return write(&mut ranks, row, numbers);
                 }
-                Err(overflow(&inference, &row.tokens).within(format!(
-                    "{} line {}",
-                    self.input.display(),
-                    share.start + i + 1
-                )))
+                Err(overflow(&inference, row).within(format!("{} line {}", self.input.display(), share.start + i + 1)))
             })
         };
         // The numbers of a forward are written while a GPU computes the next one.
@@ -86,7 +85,10 @@ impl Scoring<'_> {
         let bar = progress(self.verb, Some(own.len()));
         for batch in rows::batches(own.iter().map(|row| row.tokens.len()), self.tokens_max) {
             let mut packed = PackedRow::new();
-            own[batch.clone()].iter().for_each(|row| packed.push(&row.tokens, row.first()));
+            for row in &own[batch.clone()] {
+                packed.push(&row.tokens, row.first());
+                packed.see(&row.images);
+            }
             let found = (self.forward)(&inference, &packed).later();
             bar.set_position(batch.start as u64);
             before.replace((batch, found)).map_or(Ok(()), &mut write_batch)?;
@@ -114,12 +116,13 @@ impl Scoring<'_> {
 }
 
 /// The error of a row with non-finite numbers. It names the weight, or the first result of a forward over the row.
-fn overflow(inference: &InferenceModel, row: &[u32]) -> Error {
+fn overflow(inference: &InferenceModel, row: &ScoredRow) -> Error {
     let InferenceModel { transformer, weights, .. } = inference;
     let mut packed = PackedRow::new();
-    packed.push(row, 1);
+    packed.push(&row.tokens, 1);
+    packed.see(&row.images);
     if weights.table.head() == Head::Value {
-        packed.rows = vec![row.len() as u32 - 1];
+        packed.rows = vec![row.tokens.len() as u32 - 1];
     }
     let PackedRow { tokens, positions, pictures, cu_seqlens, rows, targets, .. } = &packed;
     let of = non_finite::Rows { tokens, positions, pictures, cu_seqlens, rows, targets };

@@ -37,6 +37,9 @@ pub struct Texts {
     is_undecided: bool,
 }
 
+/// The tokens of a prompt and of a response, and the images among them.
+pub type Answered = ([Vec<u32>; 2], Vec<Image>);
+
 impl Texts {
     /// Opens the tokenizer in `dir`. Without an option, texts go through the chat template if the
     /// config.json says that the job that exported the model used the template.
@@ -85,7 +88,7 @@ impl Texts {
         rows::needed(self.tokenizer.as_ref(), "a row with images")?;
         let config = self.config_of(row);
         let placed = sequences(row, self.reading(RowKind::Prompt, &config)?, &self.folder)?;
-        Ok((placed.tokens.concat(), seen(placed.images)?))
+        Ok((placed.tokens.concat(), placed.images))
     }
 
     /// The keys of a job that reads this row: rows with images go through the chat template, which places them.
@@ -133,7 +136,7 @@ impl Texts {
 
     /// The tokens of `prompt` and of `response` through the chat template, as a job learns them, or `None` if texts are
     /// used as they are.
-    pub fn answered(&self, row: &Row) -> Result<Option<[Vec<u32>; 2]>> {
+    pub fn answered(&self, row: &Row) -> Result<Option<Answered>> {
         if !self.config.chat_template && !has_images(row) {
             self.mention_template();
             return Ok(None);
@@ -141,8 +144,7 @@ impl Texts {
         let config = self.config_of(row);
         let mut placed = sequences(row, self.reading(RowKind::Demonstration, &config)?, &self.folder)?;
         let response = placed.tokens.pop().unwrap_or_default();
-        seen(placed.images)?;
-        Ok(Some([placed.tokens.concat(), response]))
+        Ok(Some(([placed.tokens.concat(), response], placed.images)))
     }
 
     fn reading<'a>(&'a self, kind: RowKind, config: &'a DataConfig) -> Result<Reading<'a>> {
@@ -158,12 +160,4 @@ impl Texts {
             );
         }
     }
-}
-
-/// Rejects images that the model could not see.
-pub fn seen(images: Vec<Image>) -> Result<Vec<Image>> {
-    if images.is_empty() {
-        return Ok(images);
-    }
-    Err(Error::data("the row has images, but the model's vision tower is not used"))
 }

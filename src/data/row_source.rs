@@ -82,12 +82,9 @@ impl<T: Row> RowSource<T> {
         Err(Error::data(format!("{what}: the longest, {row}, has {tokens} tokens")).hint(T::hint(context)))
     }
 
-    /// Rejects rows with images, which no model sees.
-    pub fn check_images(&self) -> Result<()> {
-        if self.rows.have_images() {
-            return Err(Error::data("the rows have images, but the model's vision tower is not used"));
-        }
-        Ok(())
+    /// Whether any row has images.
+    pub fn have_images(&self) -> bool {
+        self.rows.have_images()
     }
 
     /// The next `n` rows. They may span the end of an epoch and the start of the next, so no row is dropped.

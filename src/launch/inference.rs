@@ -2,7 +2,7 @@
 //! errors and self-test are those of the actor in a job with the same settings. GEMMs are exact, so a log-probability
 //! is bit-identical in every batch and to the one that sampling recorded.
 
-use super::gpu;
+use super::{gpu, pixels};
 use crate::comm::World;
 use crate::config::Config;
 use crate::config::job::DeviceName;
@@ -52,7 +52,10 @@ impl InferenceModel {
         let (dir, seed) = (&config.model.actor, config.job.seed);
         let adapter = Some(&*config.model.adapter).filter(|dir| !dir.as_os_str().is_empty());
         let (arch, weights) = owned_by("weights", || load::load_with(device, dir, adapter, head, dtype, seed))?;
-        let transformer = Transformer::new(&arch, &weights.table);
+        let mut transformer = Transformer::new(&arch, &weights.table);
+        if let Some(pixels) = pixels::of_model(dir) {
+            transformer.read_images_with(pixels);
+        }
         Ok(Self { transformer, weights, description, local_size: world.local_size.max(1) })
     }
 

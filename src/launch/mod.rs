@@ -7,6 +7,7 @@ pub mod inference;
 pub mod layout;
 pub mod limits;
 mod offload;
+pub mod pixels;
 pub mod ranks;
 pub mod replay;
 mod resolved;

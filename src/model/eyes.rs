@@ -74,9 +74,7 @@ impl Eyes {
     /// # Errors
     /// `Data` if the model has none that is known; the errors of `FrozenTower::open`; `Usage` on a GPU.
     pub fn open(&self, arch: &Arch, device: Device, dtype: DType) -> Result<()> {
-        if device != Device::Cpu {
-            return Err(Error::usage("images are not supported on GPUs").hint("set job.device = \"cpu\""));
-        }
+        arch.check_images(device != Device::Cpu)?;
         self.pixels()?;
         let Place::Frozen(frozen) = &self.place else { return Ok(()) };
         if frozen.get().is_none() {

@@ -7,6 +7,17 @@ use crate::error::{Error, Result};
 use std::sync::Arc;
 
 impl Arch {
+    /// Rejects rows with images for a model that cannot read them, or on a GPU.
+    ///
+    /// # Errors
+    /// The errors of `need_sight`; `Usage` on a GPU.
+    pub fn check_images(&self, is_on_gpu: bool) -> Result<()> {
+        if is_on_gpu {
+            return Err(Error::usage("images are not supported on GPUs").hint("set job.device = \"cpu\""));
+        }
+        self.need_sight().map(drop)
+    }
+
     /// The tower that images need.
     ///
     /// # Errors

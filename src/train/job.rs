@@ -15,6 +15,7 @@ use super::trace;
 use super::warnings::{self, Warning, Warnings};
 use crate::comm::{phase, records};
 use crate::config::Config;
+use crate::config::job::DeviceName;
 use crate::data::{LEDGER_LINES, Prepared, Row, RowSource, Rows};
 use crate::error::{Error, Kind, Result};
 use crate::launch::banner::BannerRows;
@@ -188,7 +189,10 @@ fn open_rows<J: Job>(
     prepared: &Prepared,
 ) -> Result<RowSource<J::Row>> {
     let source = RowSource::open(&config.data, tokenizer, arch.vocabulary, prepared, config.job.seed)?;
-    source.check_context(arch.context).and_then(|()| source.check_images())?;
+    source.check_context(arch.context)?;
+    if source.have_images() {
+        arch.check_images(config.job.device == DeviceName::Gpu)?;
+    }
     J::check_rows(config, &source, tokenizer)?;
     Ok(source)
 }

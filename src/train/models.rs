@@ -8,6 +8,7 @@ use crate::config::mesh::{Auto, RoleName};
 use crate::config::model::{Quantize, Vision};
 use crate::config::optim::OptimConfig;
 use crate::error::{Error, Result};
+use crate::launch::pixels;
 use crate::launch::run::{Run, WeightsFrom};
 use crate::launch::step_shape::StepShape;
 use crate::learn::{Learner, Role, role};
@@ -450,6 +451,7 @@ impl Bases {
 /// Loads the models that are on this rank, in their order. All ranks call this.
 pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<Role>> {
     let (mut roles, mut bases) = (Vec::new(), Bases::default());
+    let pixels = models.first().and_then(|first| pixels::of_model(&first.spec.dir));
     let loaded = models.iter().filter(|model| run.ranks.has(model.spec.role)).try_for_each(|model| {
         let JobModel { spec: ModelSpec { role, optim, saved, .. }, arch } = model;
         let learns = optim.is_some();
@@ -462,6 +464,9 @@ pub fn load(run: &Run, models: &[JobModel], values: WeightsFrom) -> Result<Vec<R
         };
         let base = if arch.tuning.is_some() { Some(bases.of(run, models, model, values)?) } else { None };
         let mut role = run.role(role.name(), &model.files(), values, base)?;
+        if let Some(pixels) = &pixels {
+            role.transformer.read_images_with(pixels.clone());
+        }
         if let Some(saved) = saved {
             saved.fill(run, &mut role)?;
         }

@@ -6,6 +6,7 @@ use crate::config::mesh::RoleName;
 use crate::config::method::distill::{CE_MEAN, DistillConfig};
 use crate::data::SftRow;
 use crate::error::{Error, Result};
+use crate::experience::Image;
 use crate::launch::run::Run;
 use crate::learn::packed::PackedRow;
 use crate::learn::sums::Sums;
@@ -123,6 +124,7 @@ impl Distill {
 pub struct LearnedTokens<'a> {
     pub tokens: Cow<'a, [u32]>,
     pub mask: Cow<'a, [u8]>,
+    pub images: &'a [Image],
 }
 
 impl LearnedTokens<'_> {
@@ -132,7 +134,10 @@ impl LearnedTokens<'_> {
 }
 
 fn tokens_of(rows: &[SftRow]) -> Vec<LearnedTokens<'_>> {
-    rows.iter().map(|row| LearnedTokens { tokens: (&row.tokens).into(), mask: (&row.mask).into() }).collect()
+    fn of(SftRow { tokens, mask, images, .. }: &SftRow) -> LearnedTokens<'_> {
+        LearnedTokens { tokens: tokens.into(), mask: mask.into(), images }
+    }
+    rows.iter().map(of).collect()
 }
 
 /// ce_coef * cross-entropy + (1 - ce_coef) * divergence from the teachers' distributions, each token with `weight`.
@@ -194,8 +199,9 @@ impl Objective for Distillation<'_> {
 
     fn pack(&self, rows: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
-        for LearnedTokens { tokens, mask } in rows.iter().map(|&i| &self.rows[i]) {
+        for LearnedTokens { tokens, mask, images } in rows.iter().map(|&i| &self.rows[i]) {
             packed.push_where(tokens, |i| mask[i] != 0);
+            packed.see(images);
         }
         packed
     }

@@ -56,9 +56,12 @@ impl ExampleLoss for RewardModel {
     /// Packs both sides of each pair. The last token of each side is scored.
     fn pack(&self, batch: &Minibatch<Self>, chosen: &[usize]) -> PackedRow {
         let mut packed = PackedRow::new();
-        for side in chosen.iter().map(|&i| &batch.rows[i]).flat_map(|row| [&row.chosen, &row.rejected]) {
-            packed.push(side, side.len());
-            packed.push_last_state();
+        for row in chosen.iter().map(|&i| &batch.rows[i]) {
+            for side in [&row.chosen, &row.rejected] {
+                packed.push(side, side.len());
+                packed.push_last_state();
+                packed.see(&row.images);
+            }
         }
         packed
     }

@@ -106,6 +106,7 @@ impl Objective for CrossEntropy<'_> {
         let mut packed = PackedRow::new();
         for (row, _) in rows.iter().map(|&i| &self.rows[i]) {
             packed.push_where(&row.tokens, |i| row.mask[i] != 0);
+            packed.see(&row.images);
         }
         packed
     }

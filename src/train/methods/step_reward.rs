@@ -88,6 +88,7 @@ impl ExampleLoss for StepReward {
         for &i in chosen {
             let of_step = |&(at, _): &Placed| self.rewards.iter().map(move |&reward| (at, reward));
             packed.push_at(&batch.rows[i].tokens, batch.precomputed[i].iter().flat_map(of_step));
+            packed.see(&batch.rows[i].images);
         }
         packed
     }

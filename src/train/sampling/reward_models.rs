@@ -88,14 +88,15 @@ impl RewardModels {
     pub fn score(&mut self, run: &Run, samples: &[Experience], scored: &mut [Scored]) -> Result<()> {
         for (i, RewardModel { role, config, tokenizer }) in self.models.iter_mut().enumerate() {
             // Only the last token is scored, so all tokens count as prompt.
-            let row = |tokens: Vec<u32>| Tokens {
+            let tokens: Vec<Vec<u32>> =
+                samples.iter().map(|sample| tokens(sample, tokenizer.as_ref())).collect::<Result<_>>()?;
+            let rows = samples.iter().zip(tokens).map(|(sample, tokens)| Tokens {
                 prompt_tokens: tokens.len(),
                 tokens: tokens.into(),
                 masks: &[],
-                images: &[],
-            };
-            let rows = samples.iter().map(|sample| tokens(sample, tokenizer.as_ref()).map(row));
-            let rows: Vec<Tokens> = rows.collect::<Result<_>>()?;
+                images: &sample.prompt.images,
+            });
+            let rows: Vec<Tokens> = rows.collect();
             let (longest, context) = (rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0), role.arch().context);
             if longest > context {
                 let dir = config.dir.display();
@@ -130,6 +131,9 @@ impl RewardModels {
 /// if the response has one.
 fn tokens(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     let Some(tokenizer) = tokenizer else { return Ok(sample.tokens()) };
+    if !sample.prompt.images.is_empty() {
+        return Err(Error::data("a reward model that reads images needs the actor's tokenizer"));
+    }
     let mut tokens = tokenizer.encode(&format!("{}{}", sample.prompt.text, sample.response.text), true)?;
     if sample.response.finish == Finish::Stop {
         tokens.extend(tokenizer.eos_ids().first());
