@@ -2,8 +2,9 @@
 
 use super::arch::{Arch, Head};
 use super::block::{Block, BlockSaved, Keep};
-use super::context::{Context, LayerKeys};
+use super::context::Context;
 use super::eyes::{Eyes, Seen, Slopes};
+pub use super::forward::{Keys, Saved, packed_positions};
 use super::layer_cache::{CacheGroup, LayerCache};
 use super::layers::Layers;
 use super::norm::Norm;
@@ -16,7 +17,6 @@ use super::stages::Stage;
 use super::tower::Merged;
 use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group, Way};
-use crate::config::job::Recompute;
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode, traced};
 use crate::dtype::DType;
@@ -32,27 +32,6 @@ use std::sync::Arc;
 
 /// The most hidden states that a stage sends at a time in forwards without a backward.
 const SENDING_MAX: usize = 2;
-
-/// The source of keys and values.
-pub enum Keys<'a> {
-    /// Whole sequences, one after another.
-    Packed(Packed<'a>),
-    /// New rows after the cached tokens of their sequences, with one cache per layer. The sequences have block tables
-    /// for each cache group.
-    Paged(&'a mut [LayerCache], &'a [Paged<'a>]),
-}
-
-impl Keys<'_> {
-    fn of_layer(&mut self, layer: usize, group: usize) -> LayerKeys<'_> {
-        match self {
-            Self::Packed(packed) => LayerKeys::Packed(packed),
-            Self::Paged(cache, paged) => match &mut cache[layer] {
-                LayerCache::Keys(keys) => LayerKeys::Paged(keys, &paged[group]),
-                LayerCache::State(state) => LayerKeys::State(state, &paged[group]),
-            },
-        }
-    }
-}
 
 /// A model without its weights: architecture, parameter ids, and the rotary table.
 #[derive(Clone, Debug)]
@@ -79,38 +58,6 @@ pub struct Transformer {
     pub(super) stage: Stage,
     ropes: Vec<Arc<RopeTable>>,
     device: Device,
-}
-
-/// The results of a forward that its backward needs.
-#[derive(Debug)]
-pub struct Saved {
-    keep: Keep,
-    tokens: Vec<u32>,
-    positions: Vec<u32>,
-    seen: Option<Seen>,
-    blocks: Vec<BlockSaved>,
-    /// On the last stage, the output of the last block (t, d) and its 1 / rms (t, 1).
-    last: Option<(Tensor, Tensor)>,
-}
-
-impl Saved {
-    /// Keeps the inputs from which the backward recomputes what `recompute` names, and everything else. `Auto` keeps
-    /// all.
-    pub fn new(recompute: impl Into<Recompute>) -> Self {
-        let keep = match recompute.into() {
-            Recompute::Auto | Recompute::None => Keep::Everything,
-            Recompute::Attention => Keep::AllButAttention,
-            Recompute::Block => Keep::Input,
-        };
-        Self { keep, tokens: Vec::new(), positions: Vec::new(), seen: None, blocks: Vec::new(), last: None }
-    }
-
-    /// The kept results of the layers from `first` on, with names, in the order in which they were computed, and the
-    /// last layer's output on the last stage.
-    pub(super) fn results(&self, first: usize) -> (Vec<(String, &Tensor)>, Option<&Tensor>) {
-        let layers = self.blocks.iter().enumerate().flat_map(|(i, kept)| kept.results(first + i));
-        (layers.collect(), self.last.as_ref().map(|(last, _)| last))
-    }
 }
 
 impl Transformer {
@@ -547,9 +494,4 @@ impl Transformer {
 fn rope_tables(arch: &Arch) -> Vec<Arc<RopeTable>> {
     let rotations = arch.rotations().expect("checked when config.json was read");
     rotations.into_iter().map(|rotation| RopeTable::shared(rotation, arch.context)).collect()
-}
-
-/// The positions of packed rows: each sequence counts from 0.
-pub fn packed_positions(cu_seqlens: &[usize]) -> Vec<u32> {
-    cu_seqlens.windows(2).flat_map(|w| 0..(w[1] - w[0]) as u32).collect()
 }

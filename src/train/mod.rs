@@ -8,6 +8,7 @@ mod dry_run;
 mod export;
 mod inputs;
 pub mod job;
+mod load;
 pub mod methods;
 pub mod models;
 mod origin;

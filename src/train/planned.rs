@@ -2,6 +2,7 @@
 //! memory it held. Nothing here depends on the kind of job.
 
 use super::job::{Ended, Job, Step};
+use super::load;
 use super::models::{self, Archs, JobModel, ModelSpec};
 use super::timers::Timers;
 use crate::comm::{World, phase};
@@ -75,8 +76,8 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
     source.check_context(arch.context)?;
     let values = WeightsFrom::Nowhere;
-    let roles = models::load(&run, &models, values)?;
-    let (learners, frozen) = models::learners(&run, &models, roles, (planned.steps, &J::shape(&config)), values)?;
+    let roles = load::load(&run, &models, values)?;
+    let (learners, frozen) = load::learners(&run, &models, roles, (planned.steps, &J::shape(&config)), values)?;
     let mut job = J::new(&run, &arch, learners, frozen, source, tokenizer)?;
     if config.eval.every_steps > 0 {
         null::evaluation(|| job.evaluate(&mut run, 0))?;
