@@ -4,6 +4,7 @@
 # Usage: jobs/quickstart/run.sh [key.path=value ...]     (overrides for the PPO job; FRESH=1 starts over)
 # MODEL=qwen3_5.json trains a model of that shape instead of model.json: layers with the gated delta rule. With
 # MODEL=qwen3_moe.json layers have mixtures of experts.
+# RANKS=4 jobs/quickstart/run.sh mesh.pipeline=4 trains on four pipeline stages, one for each layer.
 # Run the same command again to resume. All results are in jobs/quickstart/work.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -31,10 +32,10 @@ if [ ! -f work/base/model.safetensors ]; then
 fi
 if [ ! -f work/sft/export/model.safetensors ]; then
   say "supervised fine-tuning on noisy demonstrations"
-  launch 2 sft.toml
+  launch "${RANKS:-2}" sft.toml
 fi
 say "PPO with the right answer as reward"
-launch 2 ppo.toml "$@"
+launch "${RANKS:-2}" ppo.toml "$@"
 
 say "the same questions before and after"
 grep -m 8 '"split":"eval"' work/arithmetic.jsonl > work/ask.jsonl

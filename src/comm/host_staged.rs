@@ -78,6 +78,7 @@ impl Group {
             _ if self.size() == 1 => {}
             SliceMut::F32(x) => self.broadcast(root, x),
             SliceMut::Bf16(x) => self.broadcast(root, x),
+            SliceMut::Cuda(x) if self.is_null() => self.note_broadcast(x.len() * x.dtype().bytes()),
             SliceMut::Cuda(mut x) => {
                 let mut bits = vec![0u16; x.len() * x.dtype().bytes() / size_of::<u16>()];
                 if self.rank() == root {

@@ -169,6 +169,14 @@ impl Links {
         }
     }
 
+    /// Runs `wait`, which counts as a wait for other stages.
+    pub fn wait<R>(&self, wait: impl FnOnce() -> R) -> R {
+        let start = Instant::now();
+        let done = wait();
+        self.waited.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        done
+    }
+
     /// The seconds so far for which this rank waited for values.
     pub fn waited_s(&self) -> f64 {
         self.waited.load(Ordering::Relaxed) as f64 / 1e9
@@ -192,9 +200,8 @@ impl Links {
             return Tensor::scratch_on(device, rows, width);
         }
         let expected = lock(&link.expected).pop_front();
-        let start = Instant::now();
-        let x = expected.unwrap_or_else(|| link.start(way, device, rows, width)).wait().into_tensor();
-        self.waited.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let values = self.wait(|| expected.unwrap_or_else(|| link.start(way, device, rows, width)).wait());
+        let x = values.into_tensor();
         assert_eq!((x.rows(), x.width()), (rows, width), "values of another stage");
         x
     }

@@ -12,6 +12,11 @@ impl Group {
         note("send", self.axis(), [self.size(), self.stride()], bytes);
     }
 
+    /// Counts a broadcast of `bytes` for a plan.
+    pub(super) fn note_broadcast(&self, bytes: usize) {
+        note("broadcast", self.axis(), [self.size(), self.stride()], bytes);
+    }
+
     /// Counts a gather of `bytes` in all for a plan.
     pub(super) fn note_all_gather(&self, bytes: usize) {
         note("all_gather", self.axis(), [self.size(), self.stride()], bytes);

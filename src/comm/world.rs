@@ -114,6 +114,8 @@ pub(super) const REPLICAS: &str = "expert replicas";
 pub struct Axes {
     pub data: Group,
     pub pipeline: Group,
+    /// The parts of the layers that each stage has.
+    pub chunks: usize,
     /// The transfers between neighboring stages.
     pub links: Arc<Links>,
     /// The first and the last stage, which both hold a tied embedding. This rank alone on any other stage.
@@ -175,6 +177,7 @@ impl Axes {
         Self {
             data: along(all, "data", rank - data * mesh.pipeline * stride, (data, mesh.data), mesh.pipeline * stride),
             tied: Self::tied(all, mesh, pipeline),
+            chunks: 1,
             links: Arc::new(Links::new(&chain, &tensors)),
             pipeline: chain,
             tensor: tensors,

@@ -45,6 +45,7 @@ const ALIASES: &[(&str, &str)] = &[
     ),
     ("mesh.expert", "ep ep_size expert_parallel_size expert_model_parallel_size"),
     ("mesh.pipeline", "pp pp_size pipeline_parallel_size pipeline_model_parallel_size"),
+    ("mesh.pipeline_chunks", "vpp vpp_size virtual_pipeline_model_parallel_size"),
     ("mesh.zero", "zero_stage zero_optimization stage fsdp accelerator_config parallelism_config fsdp_config"),
     (
         "mesh.offload",

@@ -261,7 +261,10 @@ mod tests {
         ("job", "kind name dir seed device collectives gemm check threads"),
         ("model", "actor adapter quantize dtype router_aux_loss_coef"),
         ("lora", "rank"),
-        ("mesh", "data pipeline sequence tensor expert zero placement arena_bytes_max collective_timeout_s"),
+        (
+            "mesh",
+            "data pipeline pipeline_chunks sequence tensor expert zero placement arena_bytes_max collective_timeout_s",
+        ),
         ("data", "prompts pretrain prompt_split prompt_key template chat_template chat_template_args long_prompts"),
         ("data.eval_sets", "name prompts split prompt_key label_key"),
         ("data.split", "by"),

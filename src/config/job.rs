@@ -111,6 +111,15 @@ table! {
 }
 
 impl GradientConfig {
+    /// Rejects a fixed order of sums if stages have several parts of the layers, whose micro-batches alternate.
+    pub fn check_chunks(&self, chunks: usize) -> Result<()> {
+        if self.order == GradientOrder::Fast || chunks == 1 {
+            return Ok(());
+        }
+        Err(Error::usage(format!("gradient.order = \"fixed\" needs mesh.pipeline_chunks = 1 (got {chunks})"))
+            .hint("set mesh.pipeline_chunks = 1, or gradient.order = \"fast\""))
+    }
+
     /// Rejects a fixed order of sums if the layout, `mesh` with ZeRO stage `stage`, has another order. On an expert axis
     /// the gradient of an expert is one sum over rows of several ranks, not one of each chunk of samples.
     pub fn check_layout(&self, mesh: &Mesh, stage: usize) -> Result<()> {

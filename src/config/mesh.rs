@@ -67,6 +67,7 @@ table! {
     pub struct MeshConfig {
         pub data: Auto = Auto::Auto,
         pub pipeline: Auto = Auto::Is(1),
+        pub pipeline_chunks: usize = 1 => 1.0..=64.0,
         pub sequence: Auto = Auto::Is(1),
         pub tensor: Auto = Auto::Auto,
         pub expert: usize = 1 => 1.0..=RANKS_MAX as f64,
@@ -111,6 +112,10 @@ impl MeshConfig {
         let left = || world.div_ceil(pipeline * sequence * tensor);
         let data = size("mesh.data", self.data)?.unwrap_or_else(left);
         let mesh = Mesh { data, pipeline, sequence, tensor, expert: self.expert };
+        if self.pipeline_chunks > 1 && pipeline == 1 {
+            let message = format!("mesh.pipeline_chunks = {} needs mesh.pipeline above 1", self.pipeline_chunks);
+            return Err(Error::usage(message).hint("set mesh.pipeline_chunks = 1"));
+        }
         mesh.check(world)?;
         mesh.check_expert()?;
         if self.expert > 1 && self.stage()? == 0 {

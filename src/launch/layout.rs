@@ -12,6 +12,8 @@ pub struct Layout {
     pub mesh: Mesh,
     /// ZeRO stage: 0 nothing is sharded, 1 optimizer state, 2 gradients too, 3 weights too.
     pub zero: usize,
+    /// The parts of the layers that each pipeline stage has.
+    pub chunks: usize,
     /// Ranks that share each matrix during rollout.
     pub rollout_tensor: usize,
     pub swap: Swap,
@@ -84,6 +86,7 @@ impl Layout {
         let Mesh { data, pipeline, sequence, tensor, expert } = self.mesh;
         let others = [("pipeline", pipeline), ("sequence", sequence), ("tensor", tensor)];
         let others = others.into_iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!(" x {name} {n}"));
+        let chunks = if self.chunks > 1 { format!(" in {} chunks", self.chunks) } else { String::new() };
         let axes = format!("data {data}{}", others.collect::<String>());
         let rollout = (self.rollout_tensor != tensor).then(|| format!("rollout tensor {}", self.rollout_tensor));
         let offloaded = match (self.swap.state, self.swap.roles) {
@@ -94,7 +97,13 @@ impl Layout {
             (StateSwap::BetweenUpdates, false) => Some("optimizer in host memory"),
         };
         let experts = (expert > 1).then(|| format!("expert {expert}"));
-        let all = [Some(axes), experts, Some(format!("zero {}", self.zero)), rollout, offloaded.map(str::to_string)];
+        let all = [
+            Some(axes + &chunks),
+            experts,
+            Some(format!("zero {}", self.zero)),
+            rollout,
+            offloaded.map(str::to_string),
+        ];
         all.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }

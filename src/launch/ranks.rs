@@ -33,10 +33,11 @@ impl Ranks {
         for (i, (placement, layout)) in placed.iter().enumerate() {
             own = own.or(world.axes_of(placement.ranks.clone(), &layout.mesh).map(|axes| (i, axes)));
         }
-        let (placement, axes) = own.expect("every rank has a placement");
+        let (placement, mut axes) = own.expect("every rank has a placement");
         phase::set_stage(axes.pipeline.rank(), axes.pipeline.size());
         let (placements, layouts): (Vec<Placement>, Vec<Layout>) = placed.into_iter().unzip();
         let layout = &layouts[placement];
+        axes.chunks = layout.chunks;
         let is_same =
             layout.rollout_tensor == layout.mesh.tensor && layout.mesh.expert == 1 && layout.mesh.pipeline == 1;
         let rollout_axes = if is_same { axes.clone() } else { Axes::split_mesh(&axes.all, &layout.rollout()) };

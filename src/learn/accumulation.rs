@@ -103,8 +103,8 @@ struct StagePass<'a> {
     whole: PackedRow,
     /// This rank's part of `whole`.
     own: PackedRow,
-    /// The results of the forward on a stage that is not the last.
-    saved: Option<Saved>,
+    /// The results of the forward of each part of a stage that has no head.
+    saved: Vec<Option<Saved>>,
 }
 
 impl Learner {
@@ -150,8 +150,12 @@ impl Learner {
     /// Walks the micro-batches of the chunks `own`. Returns the number of each chunk with its sums on this stage.
     fn walk(&mut self, axes: &Axes, numbered: &Numbered, own: &[Chunk], loss: &RouterLoss) -> Vec<(usize, Sums)> {
         let (stage, stages) = (axes.pipeline.rank(), axes.pipeline.size());
-        let work = work(own, &numbered.lengths, schedule::window(stage, stages));
-        let actions: Vec<Action> = schedule::actions(stage, stages, work.len()).collect();
+        let mut work = work(own, &numbered.lengths, schedule::window(stage, stages, axes.chunks));
+        if axes.chunks > 1 {
+            // Chunks alternate after as many micro-batches as there are stages.
+            work.resize(work.len().next_multiple_of(stages), Work { chunk: 0, rows: &[], times: 1.0 });
+        }
+        let actions: Vec<Action> = schedule::actions(stage, stages, axes.chunks, work.len()).collect();
         let lookahead = if stages > 1 { 2 } else { 1 };
         let mut passes: Vec<Vec<StagePass>> = work.iter().map(|_| Vec::new()).collect();
         let mut sums = vec![Sums::default(); work.len()];
@@ -161,25 +165,27 @@ impl Learner {
                 self.expect(axes, numbered, actions[expected], &work, &mut passes);
                 expected += 1;
             }
-            let (Action::Forward(i) | Action::Backward(i)) = *action;
+            let (Action::Forward(part, i) | Action::Backward(part, i)) = *action;
             let Work { chunk, rows, times } = work[i];
             let numbers = || [rows.iter().map(|&row| numbered.lengths[row]).sum(), rows.len()];
-            let is_last = i + 1 == work.len();
+            let is_last = at + 1 == actions.len();
             match action {
-                // The last stage does it together with the backward.
-                Action::Forward(_) if self.role.transformer.is_last_stage() => {}
-                Action::Forward(_) => {
+                // It is done together with the backward.
+                Action::Forward(..) if self.role.transformer.has_head(part) => {}
+                Action::Forward(..) => {
                     let _span = trace::span(Category::Pass, "micro-batch forward", "tokens rows", numbers);
-                    sums[i] = null::times(times, || self.forward_stage(&mut passes[i]));
+                    sums[i].add(&null::times(times, || self.forward_stage(part, &mut passes[i])));
                 }
-                Action::Backward(_) => {
+                Action::Backward(..) => {
                     let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
                     self.begin_chunks(own, &mut begun, chunk + 1);
-                    let passes = std::mem::take(&mut passes[i]);
-                    if self.role.transformer.is_last_stage() {
-                        sums[i] = null::times(times, || self.pass_whole(&passes, loss, is_last));
+                    if self.role.transformer.has_head(part) {
+                        sums[i].add(&null::times(times, || self.pass_whole(&passes[i], loss, is_last)));
                     } else {
-                        null::times(times, || self.backward_stage(passes, loss, is_last));
+                        null::times(times, || self.backward_stage(part, &mut passes[i], loss, is_last));
+                    }
+                    if part == 0 {
+                        passes[i].clear();
                     }
                 }
             }
@@ -216,39 +222,48 @@ impl Learner {
     ) {
         let model = &self.role.transformer;
         match action {
-            Action::Forward(i) => {
+            Action::Forward(0, i) => {
                 let pack = |(objective, rows, whole): (&'a dyn Objective, Vec<usize>, PackedRow)| {
                     let own = whole.shard(&axes.sequence);
-                    for frozen in objective.frozen() {
-                        frozen.transformer.expect_forward(own.tokens.len());
-                    }
-                    model.expect_forward(own.tokens.len());
-                    StagePass { objective, rows, whole, own, saved: None }
+                    StagePass { objective, rows, whole, own, saved: (0..axes.chunks).map(|_| None).collect() }
                 };
                 passes[i] = numbered.pack(work[i].rows).map(pack).collect();
+                self.expect_forward(0, &passes[i]);
             }
-            Action::Backward(i) => passes[i].iter().for_each(|pass| model.expect_backward(pass.own.tokens.len())),
+            Action::Forward(part, i) => self.expect_forward(part, &passes[i]),
+            Action::Backward(part, i) => {
+                passes[i].iter().for_each(|pass| model.expect_backward(part, pass.own.tokens.len()));
+            }
         }
     }
 
-    /// The forwards of a micro-batch on a stage that is not the last. Returns the sums of its routers.
-    fn forward_stage(&self, passes: &mut [StagePass]) -> Sums {
+    fn expect_forward(&self, part: usize, passes: &[StagePass]) {
+        for pass in passes {
+            for frozen in pass.objective.frozen() {
+                frozen.transformer.expect_forward(part, pass.own.tokens.len());
+            }
+            self.role.transformer.expect_forward(part, pass.own.tokens.len());
+        }
+    }
+
+    /// The forwards of a micro-batch by a part of a stage, without the head. Returns the sums of its routers.
+    fn forward_stage(&self, part: usize, passes: &mut [StagePass]) -> Sums {
         let mut sums = Sums::default();
         for pass in passes {
-            pass.objective.frozen().into_iter().for_each(|role| head_pass::relay(role, &pass.own));
-            pass.saved = Some(head_pass::forward_stage(&self.role, &pass.own, self.recompute));
+            pass.objective.frozen().into_iter().for_each(|role| head_pass::relay(role, part, &pass.own));
+            pass.saved[part] = Some(head_pass::forward_stage(&self.role, part, &pass.own, self.recompute));
             sums.add(&routing::counted(&self.role.transformer.routers.take()));
         }
         sums
     }
 
     /// The backwards that follow.
-    fn backward_stage(&mut self, passes: Vec<StagePass>, loss: &RouterLoss, is_last: bool) {
+    fn backward_stage(&mut self, part: usize, passes: &mut [StagePass], loss: &RouterLoss, is_last: bool) {
         let count = passes.len();
-        for (number, StagePass { own, saved, .. }) in passes.into_iter().enumerate() {
+        for (number, StagePass { own, saved, .. }) in passes.iter_mut().enumerate() {
             self.sum.begin_microbatch(is_last && number + 1 == count);
-            let saved = saved.expect("its forward was before");
-            head_pass::backward_stage(&self.role, &own, saved, loss, &mut self.sum.grads);
+            let saved = saved[part].take().expect("its forward was before");
+            head_pass::backward_stage(&self.role, own, saved, loss, &mut self.sum.grads);
         }
     }
 
@@ -276,8 +291,10 @@ impl Learner {
             return RouterLoss::OfForward(coef);
         }
         let routers = &role.transformer.routers;
-        for Work { rows, times, .. } in work(own, &numbered.lengths, 1) {
-            let forward = |whole: PackedRow| head_pass::relay(role, &whole.shard(&axes.sequence));
+        let work = work(own, &numbered.lengths, 1);
+        for (i, chunk) in role.transformer.passes(work.len()) {
+            let Work { rows, times, .. } = work[i];
+            let forward = |whole: PackedRow| head_pass::relay(role, chunk, &whole.shard(&axes.sequence));
             null::times(times, || numbered.pack(rows).for_each(|(.., whole)| routers.counted(|| forward(whole))));
         }
         let found = routers.take();

@@ -53,18 +53,19 @@ impl Pass<'_> {
     }
 }
 
-/// The forward of a stage that is not the last, for `backward_stage`.
-pub(super) fn forward_stage(role: &Role, row: &PackedRow, recompute: Recompute) -> Saved {
+/// The forward of a chunk without the head, for `backward_stage`.
+pub(super) fn forward_stage(role: &Role, chunk: usize, row: &PackedRow, recompute: Recompute) -> Saved {
     let Role { transformer: model, weights, .. } = role;
     let mut saved = Saved::new(recompute);
     let PackedRow { pictures, tokens, positions, .. } = row;
     let _span = pass_span("forward", row);
-    let forward = || model.forward_stage(weights, pictures, tokens, positions, row.keys(), Some(&mut saved));
+    let rows = [&tokens[..], &positions[..]];
+    let forward = || model.forward_stage(weights, chunk, pictures, rows, row.keys(), Some(&mut saved));
     model.routers.counted(forward);
     saved
 }
 
-/// The backward of a stage that is not the last. Adds its gradient to `grads`.
+/// The backward of a chunk without the head. Adds its gradient to `grads`.
 pub(super) fn backward_stage(
     role: &Role,
     row: &PackedRow,
@@ -78,12 +79,12 @@ pub(super) fn backward_stage(
     model.routers.with_slope(router_loss.slope(role), backward);
 }
 
-/// A forward without a backward or a head, on any stage.
-pub fn relay(role: &Role, row: &PackedRow) {
+/// A forward of a chunk without a backward or a head, on any stage.
+pub fn relay(role: &Role, chunk: usize, row: &PackedRow) {
     let Role { transformer: model, weights, .. } = role;
     let _span = pass_span("forward", row);
     let PackedRow { pictures, tokens, positions, .. } = row;
-    drop(model.forward_stage(weights, pictures, tokens, positions, row.keys(), None));
+    drop(model.forward_stage(weights, chunk, pictures, [tokens, positions], row.keys(), None));
 }
 
 /// The hidden states of a packed row, with the head that follows them. Results are those of the tokens that the row

@@ -76,6 +76,7 @@ impl Learner {
         let (device, updated) = (table.device(), shards.updated.clone());
         let has_master = role.weights.dtype() == DType::Bf16;
         let zero = Zero::new([device, state_on], optim, updated, &vectors, has_master).with_copies(&copies);
+        let zero = zero.with_stages(table.stages_of_units(axes.pipeline.size(), axes.chunks));
         let sum = GradientSum::new(table, gradient, &shards, axes)?;
         let (optim, recompute) = (optim.clone(), gradient.recompute);
         let (report, microbatches, measured) = (StepReport::default(), Vec::new(), Sums::default());

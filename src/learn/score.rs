@@ -55,12 +55,15 @@ fn over_plan(
     // The values of a micro-batch are read after the GPU has started the next one.
     let mut before: Option<Later> = None;
     let own = &plan[axes.data.rank()];
-    for (rows, times) in own.iter().zip(null::represented(own, &lengths, 1)).filter(|(_, times)| *times > 0.0) {
+    let times = null::represented(own, &lengths, 1);
+    let own: Vec<_> = own.iter().zip(times).filter(|(_, times)| *times > 0.0).collect();
+    for (i, chunk) in role.transformer.passes(own.len()) {
+        let (rows, times) = own[i];
         let numbers = || [rows.iter().map(|&row| lengths[row]).sum(), rows.len()];
         let _span = trace::span(Category::Pass, "micro-batch", "tokens rows", numbers);
         let row = pack(samples, rows, last).shard(&axes.sequence);
-        if !role.transformer.is_last_stage() {
-            null::times(times, || head_pass::relay(role, &row));
+        if !role.transformer.has_head(chunk) {
+            null::times(times, || head_pass::relay(role, chunk, &row));
             continue;
         }
         let found = null::times(times, || score(HeadPass::forward(role, &row))).later();

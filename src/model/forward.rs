@@ -33,6 +33,8 @@ impl Keys<'_> {
 #[derive(Debug)]
 pub struct Saved {
     pub(super) keep: Keep,
+    /// The chunk of the stage's layers.
+    pub(super) chunk: usize,
     pub(super) tokens: Vec<u32>,
     pub(super) positions: Vec<u32>,
     pub(super) seen: Option<Seen>,
@@ -50,7 +52,7 @@ impl Saved {
             Recompute::Attention => Keep::AllButAttention,
             Recompute::Block => Keep::Input,
         };
-        Self { keep, tokens: Vec::new(), positions: Vec::new(), seen: None, blocks: Vec::new(), last: None }
+        Self { keep, chunk: 0, tokens: Vec::new(), positions: Vec::new(), seen: None, blocks: Vec::new(), last: None }
     }
 
     /// The kept results of the layers from `first` on, with names, in the order in which they were computed, and the

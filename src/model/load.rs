@@ -112,7 +112,7 @@ impl ModelFiles<'_> {
     /// # Errors
     /// The errors of `open` about config.json.
     pub fn table(&self, device: Device, base: Option<&Weights>, axes: &Axes) -> Result<Arc<ParamTable>> {
-        self.arch.check_pipeline(axes.pipeline.size()).map_err(|e| e.within(self.dir.display()))?;
+        self.arch.check_pipeline(axes.pipeline.size() * axes.chunks).map_err(|e| e.within(self.dir.display()))?;
         let table = table_on(device, self.dir, self.arch, self.head, TensorPart::from_group(&axes.tensor))?;
         Ok(base.map_or_else(|| table.clone(), |base| Arc::new(table.on_base(self.arch, &base.table))))
     }
@@ -156,7 +156,7 @@ pub fn load_base(
     let arch = Arch { tuning: None, ..files.arch.clone() };
     let part = TensorPart::from_group(&axes.tensor);
     arch.check_tensor(part.size)
-        .and_then(|()| arch.check_pipeline(axes.pipeline.size()))
+        .and_then(|()| arch.check_pipeline(axes.pipeline.size() * axes.chunks))
         .map_err(|e| e.within(dir.display()))?;
     let table = Arc::new(ParamTable::of_base(device, &arch, head, part, kept));
     let shards = Shards::new(&table, axes, stage);

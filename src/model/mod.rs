@@ -56,6 +56,7 @@ mod frozen_tower;
 mod head_linear;
 mod head_norm;
 mod heads;
+mod kv_cache;
 mod kv_copies;
 mod latent;
 mod layer_cache;

@@ -35,15 +35,23 @@ impl Transformer {
     /// Describes the first result of a forward that is not finite. It names an operation or, with `recompute`, which
     /// keeps less, a layer. Computes the forward for this. All ranks that share matrices, units or rows call this.
     pub fn not_finite(&self, w: &Weights, of: Rows, recompute: impl Into<Recompute>) -> Option<String> {
+        let recompute = recompute.into();
+        let chunks: Vec<_> =
+            (0..self.stage.chunks.len()).map(|chunk| self.chunk_not_finite(w, chunk, of, recompute)).collect();
+        chunks.into_iter().flatten().next()
+    }
+
+    fn chunk_not_finite(&self, w: &Weights, chunk: usize, of: Rows, recompute: Recompute) -> Option<String> {
         let mut saved = Saved::new(recompute);
         let keys = Keys::Packed(of.cu_seqlens.into());
-        let hidden = self.forward_stage(w, of.pictures, of.tokens, of.positions, keys, Some(&mut saved));
+        let rows = [of.tokens, of.positions];
+        let hidden = self.forward_stage(w, chunk, of.pictures, rows, keys, Some(&mut saved));
         let answers = hidden.as_ref().map_or(Vec::new(), |hidden| match w.table.head() {
             Head::LanguageModel => self.logprobs(w, hidden, of.rows, of.targets, 1.0, false).0,
             Head::Value => self.values(w, hidden, of.rows),
         });
         w.release();
-        let (results, last) = saved.results(self.stage.layers.start);
+        let (results, last) = saved.results(self.stage.chunks[chunk].start);
         let inner = results.into_iter().find_map(|(what, result)| row(result).map(|row| format!("{what}, row {row}")));
         let outer = || {
             last.and_then(row)

@@ -1,5 +1,5 @@
-//! The stages of a pipeline: each is some layers in a row. The embedding belongs to the first, the final norm and the
-//! head to the last.
+//! The stages of a pipeline: each is some layers in a row, or several chunks of layers. The embedding belongs to the
+//! first, the final norm and the head to the last. Chunk c of stage i of p is part c p + i of the model.
 
 use super::arch::Arch;
 use super::layer_units::LayerUnits;
@@ -20,17 +20,19 @@ pub enum Place {
 }
 
 impl Arch {
-    /// Rejects more stages than layers.
+    /// Rejects more parts (stages, or their chunks) than layers.
     ///
     /// # Errors
     /// `Usage`.
-    pub fn check_pipeline(&self, stages: usize) -> Result<()> {
+    pub fn check_pipeline(&self, parts: usize) -> Result<()> {
         let layers = self.blocks.len();
-        if stages <= layers {
+        if parts <= layers {
             return Ok(());
         }
-        Err(Error::usage(format!("mesh.pipeline must be at most the {layers} layers of the model (got {stages})"))
-            .hint(format!("set mesh.pipeline = {layers} or less")))
+        Err(Error::usage(format!(
+            "mesh.pipeline x mesh.pipeline_chunks must be at most the {layers} layers of the model (got {parts})"
+        ))
+        .hint("lower mesh.pipeline or mesh.pipeline_chunks"))
     }
 }
 
@@ -44,16 +46,21 @@ impl ParamTable {
         cut(&layers.iter().map(|(_, cost)| *cost).collect::<Vec<_>>(), *head, count)
     }
 
-    /// Where each unit is, for stage `rank` of `size`.
-    pub fn places(&self, rank: usize, size: usize) -> Vec<Place> {
+    /// The layers of each chunk of stage `rank` of `size`.
+    pub fn chunks_of_layers(&self, rank: usize, size: usize, chunks: usize) -> Vec<Range<usize>> {
+        self.parts_of_layers(size * chunks).into_iter().skip(rank).step_by(size).collect()
+    }
+
+    /// Where each unit is, for stage `rank` of `size`, each with `chunks` chunks.
+    pub fn places(&self, rank: usize, size: usize, chunks: usize) -> Vec<Place> {
         let count = self.units().len();
         if size == 1 {
             return vec![Place::Here; count];
         }
-        let own = &self.parts_of_layers(size)[rank];
+        let own = self.chunks_of_layers(rank, size, chunks);
         let LayerUnits { layers, is_tied, .. } = self.layer_units();
         let mut places = vec![Place::Away; count];
-        layers[own.clone()].iter().for_each(|(units, _)| places[units.clone()].fill(Place::Here));
+        own.into_iter().flat_map(|own| &layers[own]).for_each(|(units, _)| places[units.clone()].fill(Place::Here));
         if rank == 0 {
             places[..=self.embedding_unit()].fill(Place::Here);
         }
@@ -67,10 +74,11 @@ impl ParamTable {
     }
 
     /// The stage of `size` that counts and saves each unit.
-    pub fn stages_of_units(&self, size: usize) -> Vec<usize> {
+    pub fn stages_of_units(&self, size: usize, chunks: usize) -> Vec<usize> {
         let mut stages = vec![0; self.units().len()];
         for rank in 0..size {
-            let own = self.places(rank, size).into_iter().enumerate().filter(|(_, place)| *place == Place::Here);
+            let own =
+                self.places(rank, size, chunks).into_iter().enumerate().filter(|(_, place)| *place == Place::Here);
             own.for_each(|(unit, _)| stages[unit] = rank);
         }
         stages
@@ -87,23 +95,25 @@ impl ParamTable {
 pub(super) struct Stage {
     pub rank: usize,
     pub size: usize,
-    /// The layers of this stage.
-    pub layers: Range<usize>,
+    /// The layers of each chunk.
+    pub chunks: Vec<Range<usize>>,
     pub links: Arc<Links>,
 }
 
 impl Stage {
     pub fn new(table: &ParamTable, axes: &Axes) -> Self {
         let (rank, size) = (axes.pipeline.rank(), axes.pipeline.size());
-        Self { rank, size, layers: table.parts_of_layers(size)[rank].clone(), links: axes.links.clone() }
+        Self { rank, size, chunks: table.chunks_of_layers(rank, size, axes.chunks), links: axes.links.clone() }
     }
 
-    pub fn is_first(&self) -> bool {
-        self.rank == 0
+    /// Whether a chunk begins with the embedding.
+    pub fn is_first(&self, chunk: usize) -> bool {
+        self.rank == 0 && chunk == 0
     }
 
-    pub fn is_last(&self) -> bool {
-        self.rank + 1 == self.size
+    /// Whether a chunk ends with the head.
+    pub fn is_last(&self, chunk: usize) -> bool {
+        self.rank + 1 == self.size && chunk + 1 == self.chunks.len()
     }
 }
 

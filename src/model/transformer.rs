@@ -19,7 +19,6 @@ use super::weights::{Gradients, Unit, Weights};
 use crate::comm::{Axes, Group, Way};
 use crate::device::Device;
 use crate::device::cuda::{Arg, Memory, decode, traced};
-use crate::dtype::DType;
 use crate::error::Result;
 use crate::experience::Image;
 use crate::ops::attention::{Packed, Paged};
@@ -47,17 +46,17 @@ pub struct Transformer {
     pub(super) tensor: Group,
     /// The ranks that hold the other experts of each layer.
     expert: Group,
-    blocks: Vec<Block>,
+    pub(super) blocks: Vec<Block>,
     /// The unit of each block, and of the last norm. A block's experts are in the units after it.
     units: Vec<usize>,
-    cache_groups: Vec<CacheGroup>,
+    pub(super) cache_groups: Vec<CacheGroup>,
     /// The norm after the last block.
     norm: Norm,
     ring: Ring,
     pub routers: Routers,
     pub(super) stage: Stage,
     ropes: Vec<Arc<RopeTable>>,
-    device: Device,
+    pub(super) device: Device,
 }
 
 impl Transformer {
@@ -109,7 +108,7 @@ impl Transformer {
         keys: Keys,
         saved: Option<&mut Saved>,
     ) -> Tensor {
-        self.forward_stage(w, &[], tokens, positions, keys, saved).expect("the last stage")
+        self.forward_seeing(w, &[], tokens, positions, keys, saved)
     }
 
     /// The same with `pictures` among the tokens. Then positions may be (t, h, w) of each token (`pictures::position`).
@@ -125,28 +124,29 @@ impl Transformer {
         keys: Keys,
         saved: Option<&mut Saved>,
     ) -> Tensor {
-        self.forward_stage(w, pictures, tokens, positions, keys, saved).expect("the last stage")
+        let last = self.stage.chunks.len() - 1;
+        self.forward_stage(w, last, pictures, [tokens, positions], keys, saved).expect("the last stage")
     }
 
-    /// The same on any stage: `None` if it is not the last. The hidden state comes from the stage before, and goes to
-    /// the next one.
+    /// The same for a chunk of any stage: `None` if it is not the last. The hidden state comes from the stage before, and
+    /// goes to the next one.
     ///
     /// # Panics
     /// As `forward`.
     pub fn forward_stage(
         &self,
         w: &Weights,
+        chunk: usize,
         pictures: &[Picture],
-        tokens: &[u32],
-        positions: &[u32],
+        [tokens, positions]: [&[u32]; 2],
         mut keys: Keys,
         saved: Option<&mut Saved>,
     ) -> Option<Tensor> {
         self.check_rows(tokens, positions);
         assert!(saved.is_none() || matches!(keys, Keys::Packed(_)), "only packed keys have a backward");
         let keep = saved.as_ref().map_or(Keep::Nothing, |saved| saved.keep);
-        let seen = self.seen(w, pictures, saved.as_ref().map(|saved| saved.keep));
-        let x = if self.stage.is_first() {
+        let seen = self.seen(w, chunk, pictures, saved.as_ref().map(|saved| saved.keep));
+        let x = if self.stage.is_first(chunk) {
             let mut x = self.embedded(w, Indices::on(self.device, tokens));
             if let Some(seen) = &seen {
                 seen.place(&mut x);
@@ -157,10 +157,10 @@ impl Transformer {
         };
         let rows = positions;
         let positions = &Indices::on(self.device, positions);
-        let (x, blocks) = self.run_layers(w, x, positions, &mut keys, (keep, seen.as_ref()));
+        let (x, blocks) = self.run_layers(w, x, positions, &mut keys, (keep, seen.as_ref()), chunk);
         // A rank that only sends forward could get far ahead. The window of a schedule limits one that learns.
         let pending = if saved.is_some() { usize::MAX } else { SENDING_MAX };
-        let (hidden, last) = if self.stage.is_last() {
+        let (hidden, last) = if self.stage.is_last(chunk) {
             let (hidden, rstd) = self.normed(w, &x);
             (Some(hidden), Some((x, rstd)))
         } else {
@@ -168,22 +168,22 @@ impl Transformer {
             (None, None)
         };
         if let Some(saved) = saved {
-            *saved = Saved { keep, tokens: tokens.to_vec(), positions: rows.to_vec(), seen, blocks, last };
+            *saved = Saved { keep, chunk, tokens: tokens.to_vec(), positions: rows.to_vec(), seen, blocks, last };
         }
         hidden
     }
 
-    /// Starts to receive the hidden state of a forward of `rows` tokens, if it comes from another stage. Forwards follow
-    /// in the order of the calls.
-    pub fn expect_forward(&self, rows: usize) {
-        if !self.stage.is_first() {
+    /// Starts to receive the hidden state of a chunk's forward of `rows` tokens, if it comes from another stage. Forwards
+    /// follow in the order of the calls.
+    pub fn expect_forward(&self, chunk: usize, rows: usize) {
+        if !self.stage.is_first(chunk) {
             self.stage.links.expect(Way::Forward, self.device, rows, self.arch.width);
         }
     }
 
     /// The same for the gradient of a backward.
-    pub fn expect_backward(&self, rows: usize) {
-        if !self.stage.is_last() {
+    pub fn expect_backward(&self, chunk: usize, rows: usize) {
+        if !self.stage.is_last(chunk) {
             self.stage.links.expect(Way::Backward, self.device, rows, self.arch.width);
         }
     }
@@ -193,9 +193,20 @@ impl Transformer {
         self.stage.size == 1
     }
 
-    /// Whether this rank's stage has the head.
-    pub fn is_last_stage(&self) -> bool {
-        self.stage.is_last()
+    /// Whether a chunk of this rank's stage has the head.
+    pub fn has_head(&self, chunk: usize) -> bool {
+        self.stage.is_last(chunk)
+    }
+
+    /// The passes of `count` forwards without a backward on this stage, as (forward, chunk): chunk by chunk for as many
+    /// forwards as there are stages, so that none waits for all others.
+    pub fn passes(&self, count: usize) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (group, chunks) = (self.stage.size, self.stage.chunks.len());
+        let of_group = move |first: usize| {
+            let end = (first + group).min(count);
+            (0..chunks).flat_map(move |chunk| (first..end).map(move |i| (i, chunk)))
+        };
+        (0..count).step_by(group).flat_map(of_group)
     }
 
     /// Decodes one step for the first `rows` rows of `tables`. Only the GPU reads the tables, so a graph of this call
@@ -224,7 +235,7 @@ impl Transformer {
             let groups = 0..self.cache_groups.len();
             let paged: Vec<Paged> = groups.map(|group| Paged::on_gpu(tables, group, rows, longest)).collect();
             let mut keys = Keys::Paged(cache, &paged);
-            let x = self.run_layers(w, x, positions, &mut keys, (Keep::Nothing, None)).0;
+            let x = self.run_layers(w, x, positions, &mut keys, (Keep::Nothing, None), 0).0;
             self.normed(w, &x).0
         };
         self.draw_on_gpu(&self.logits_of(w, &hidden), rows, ends, edits, tables);
@@ -258,9 +269,9 @@ impl Transformer {
     }
 
     /// The images of a forward, on the first stage and on those with layers that get rows of a tower.
-    fn seen(&self, w: &Weights, pictures: &[Picture], keep: Option<Keep>) -> Option<Seen> {
+    fn seen(&self, w: &Weights, chunk: usize, pictures: &[Picture], keep: Option<Keep>) -> Option<Seen> {
         let deep = self.arch.sight.as_ref().map_or(0, |sight| sight.spec.deepstack.len());
-        let sees = self.stage.is_first() || (!pictures.is_empty() && self.stage.layers.start < deep);
+        let sees = self.stage.is_first(chunk) || (!pictures.is_empty() && self.stage.chunks[chunk].start < deep);
         if sees { self.eyes.see(&self.arch, w, pictures, keep) } else { None }
     }
 
@@ -281,7 +292,7 @@ impl Transformer {
         if w.table.head() == Head::LanguageModel { self.arch.logit_scale } else { 1.0 }
     }
 
-    /// Runs the layers of this stage. Returns their output and the kept results.
+    /// Runs the layers of a chunk. Returns their output and the kept results.
     fn run_layers(
         &self,
         w: &Weights,
@@ -289,9 +300,10 @@ impl Transformer {
         positions: &Indices,
         keys: &mut Keys,
         (keep, seen): (Keep, Option<&Seen>),
+        chunk: usize,
     ) -> (Tensor, Vec<BlockSaved>) {
         let mut kept = Vec::new();
-        for i in self.stage.layers.clone() {
+        for i in self.stage.chunks[chunk].clone() {
             let block = &self.blocks[i];
             let _span = trace::span(Category::Layer, "layer", "layer tokens", || [i, x.rows()]);
             let _of_gpu = traced::span(self.device, "layer", "layer tokens", || [i, x.rows()]);
@@ -345,19 +357,19 @@ impl Transformer {
         self.backward_layers(w, saved, cu_seqlens, dx, grads);
     }
 
-    /// The same on a stage that is not the last: the gradient comes from the next stage.
+    /// The same for a chunk without the head: the gradient comes from the next stage.
     pub fn backward_stage(&self, w: &Weights, saved: Saved, cu_seqlens: &[usize], grads: &mut Gradients) {
         let dx = self.stage.links.receive(Way::Backward, self.device, saved.tokens.len(), self.arch.width);
         self.backward_layers(w, saved, cu_seqlens, dx, grads);
     }
 
-    /// Adds the gradients of this stage's layers, given that of their output. Sends the gradient of their input to the
+    /// Adds the gradients of a chunk's layers, given that of their output. Sends the gradient of their input to the
     /// stage before, or adds that of the embedding.
     fn backward_layers(&self, w: &Weights, saved: Saved, cu_seqlens: &[usize], mut dx: Tensor, grads: &mut Gradients) {
         let packed = &Packed::from(cu_seqlens);
         let positions = &Indices::on(dx.device(), &saved.positions);
         let mut slopes = Slopes::new();
-        for (i, kept) in self.stage.layers.clone().zip(saved.blocks).rev() {
+        for (i, kept) in self.stage.chunks[saved.chunk].clone().zip(saved.blocks).rev() {
             let block = &self.blocks[i];
             let _span = trace::span(Category::Layer, "layer backward", "layer tokens", || [i, dx.rows()]);
             let _of_gpu = traced::span(self.device, "layer backward", "layer tokens", || [i, dx.rows()]);
@@ -374,7 +386,7 @@ impl Transformer {
             block.backward(self.context(w, &values, positions), packed, kept, &mut dx, grads);
             grads.finish(unit);
         }
-        if !self.stage.is_first() {
+        if !self.stage.is_first(saved.chunk) {
             return self.stage.links.send(Way::Backward, dx, usize::MAX);
         }
         grads.begin(self.embedding_unit);
@@ -411,35 +423,10 @@ impl Transformer {
         self.eyes.open(&self.arch, self.device, w.dtype())
     }
 
-    /// The layers with the same need of keys.
-    pub fn cache_groups(&self) -> &[CacheGroup] {
-        &self.cache_groups
-    }
-
     /// The cache group of a layer.
-    fn group_of(&self, layer: usize) -> usize {
+    pub(super) fn group_of(&self, layer: usize) -> usize {
         let holds = |group: &CacheGroup| group.layers.binary_search(&layer).is_ok();
         self.cache_groups.iter().position(holds).expect("each layer has a group")
-    }
-
-    /// An empty KV cache for weights of `dtype`, with `pages` pages for the layers of each cache group.
-    pub fn kv_cache(&self, dtype: DType, pages: &[usize]) -> Vec<LayerCache> {
-        let pages = |layer: usize| pages[self.group_of(layer)];
-        let layer = |(i, block): (usize, &Block)| block.mixer().cache(self.device, dtype, pages(i));
-        self.blocks.iter().enumerate().map(layer).collect()
-    }
-
-    /// Copies page `from` to page `to` in every layer of a cache group.
-    pub fn kv_copy_page(&self, cache: &mut [LayerCache], group: usize, from: u32, to: u32) {
-        for &layer in &self.cache_groups[group].layers {
-            self.blocks[layer].mixer().copy_page(&mut cache[layer], from, to);
-        }
-    }
-
-    /// The bytes of one page over all layers of each cache group, for weights of `dtype` and the heads of this rank.
-    pub fn kv_page_bytes(&self, dtype: DType) -> Vec<usize> {
-        let of_layer = |layer: &usize| self.blocks[*layer].mixer().page_bytes(self.device, dtype);
-        self.cache_groups.iter().map(|group| group.layers.iter().map(of_layer).sum()).collect()
     }
 
     /// The tensor axis: the ranks that share each matrix.

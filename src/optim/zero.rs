@@ -26,6 +26,8 @@ pub struct Zero {
     parts: Vec<Vec<Part<f32>>>,
     /// For each unit: parts of the own range by the number of ranks that hold a copy. Empty if nothing is copied.
     copies: Vec<Vec<Part<usize>>>,
+    /// The pipeline stage that counts each unit.
+    stages: Vec<usize>,
     /// The same parts for GPU kernels. Empty on the CPU.
     decays: Vec<Decays>,
     /// The vectors by `Vector`. No master if the weights are their own, and no average if `ema_beta` is 0.
@@ -73,11 +75,19 @@ impl Zero {
             parts,
             decays,
             copies: vec![Vec::new(); partition.units()],
+            stages: vec![0; partition.units()],
             vectors: [room(has_master, Flat::scratch), m, v, average],
             host,
             updates: 0,
             partition,
         }
+    }
+
+    /// Sets the pipeline stage that counts each unit.
+    #[must_use]
+    pub fn with_stages(mut self, stages: Vec<usize>) -> Self {
+        self.stages = stages;
+        self
     }
 
     /// Sets the flat ranges, ascending and disjoint, of which `copies` ranks of the tensor axis hold the same values.
@@ -122,17 +132,29 @@ impl Zero {
         pipeline: &Group,
         tensor: &Group,
     ) -> (f64, f32) {
-        let squares = self.squares(own, zero);
-        let mut square = [if pipeline.size() == 1 {
-            squares.iter().sum()
-        } else {
-            // Stages hold the units in order.
-            pipeline.all_gather_numbers(&squares).iter().flatten().sum::<f64>()
-        }];
+        let mut square = [self.over_stages(&self.squares(own, zero), pipeline)];
         tensor.all_reduce_sum_f64(&mut square);
         let (norm, limit) = (square[0].sqrt(), self.config.clip_norm);
         let clips = limit > 0.0 && norm > limit;
         (norm, if clips { (limit / (norm + 1e-6)) as f32 } else { 1.0 })
+    }
+
+    /// The sum of the squares of all stages, in the order of units and blocks.
+    fn over_stages(&self, squares: &[f64], pipeline: &Group) -> f64 {
+        if pipeline.size() == 1 {
+            return squares.iter().sum();
+        }
+        let of_stages = pipeline.all_gather_numbers(squares);
+        if pipeline.is_null() {
+            return squares.iter().sum();
+        }
+        let mut rest: Vec<_> = of_stages.iter().map(|squares| squares.iter()).collect();
+        let (partition, mut sum) = (&self.partition, 0.0);
+        for (u, stage) in self.stages.iter().enumerate() {
+            let count: usize = partition.cuts(u).iter().map(|cut| cut.len().div_ceil(BLOCK)).sum();
+            rest[*stage].by_ref().take(count).for_each(|square| sum += square);
+        }
+        sum
     }
 
     /// Sums of squares over the ranks of the partition: f64 sums of whole blocks, in the order of units and blocks.

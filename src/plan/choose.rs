@@ -32,8 +32,8 @@ use std::ops::Range;
 const TIE: f64 = 1.02;
 /// The most pipeline stages that are tried.
 const STAGES_MAX: usize = 16;
-/// The highest ZeRO stage that is tried with several pipeline stages: stage 3 gathers all weights for each micro-batch.
-const ZERO_OF_STAGES: usize = 2;
+/// The highest ZeRO stage that is tried with several pipeline stages: higher ones reduce or gather for each micro-batch.
+const ZERO_OF_STAGES: usize = 1;
 /// The number of runners-up that are kept.
 const SHOWN: usize = 6;
 
@@ -338,7 +338,7 @@ pub fn is_legal(job: &Job, tensor: usize) -> bool {
 /// Every layout that the job's axes and heads allow.
 pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> {
     let mesh = &job.config.mesh;
-    let sequence = fixed(mesh.sequence).unwrap_or(1);
+    let (sequence, chunks) = (fixed(mesh.sequence).unwrap_or(1), mesh.pipeline_chunks);
     // Parts of a placement have the same tensor and sequence axes.
     let smallest = job.parts(world)?.iter().map(|(_, ranks)| ranks.len()).min().unwrap_or(world);
     let exact = job.config.gradient.order == GradientOrder::Fixed;
@@ -351,7 +351,8 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
     let both = tensors.iter().flat_map(|tensor| pipelines(job, *tensor, smallest, device).map(move |p| (*tensor, p)));
     for (tensor, pipeline) in both {
         let rest = sequence * pipeline * tensor;
-        let has_layers = job.archs.0.iter().all(|(.., arch)| arch.check_pipeline(pipeline).is_ok());
+        let parts_of_layers = pipeline * if pipeline > 1 { chunks } else { 1 };
+        let has_layers = job.archs.0.iter().all(|(.., arch)| arch.check_pipeline(parts_of_layers).is_ok());
         if rest == 0 || !smallest.is_multiple_of(rest) || !is_legal(job, tensor) || !has_layers {
             continue;
         }
@@ -365,9 +366,12 @@ pub fn layouts(job: &Job, world: usize, device: &Device) -> Result<Vec<Layout>> 
         if !parts.iter().all(|(_, ranks)| fits(ranks.len())) {
             continue;
         }
-        for zero in stages(job, data * sequence).into_iter().filter(|zero| pipeline == 1 || *zero <= ZERO_OF_STAGES) {
+        let is_tried = |zero: &usize| pipeline == 1 || *zero <= ZERO_OF_STAGES || fixed(job.config.mesh.zero).is_some();
+        for zero in stages(job, data * sequence).into_iter().filter(is_tried) {
             for rollout_tensor in rollouts(job, tensor, smallest, device) {
-                found.push(Layout { mesh, zero, rollout_tensor, swap: Swap::from_offload(&job.config.mesh.offload) });
+                let (chunks, swap) =
+                    (if pipeline > 1 { chunks } else { 1 }, Swap::from_offload(&job.config.mesh.offload));
+                found.push(Layout { mesh, zero, chunks, rollout_tensor, swap });
             }
         }
     }
@@ -425,7 +429,7 @@ fn swapping(short: &[Candidate], more: &[Swap]) -> Vec<Layout> {
 /// The order among layouts of equal speed.
 fn plainness(candidate: &Candidate) -> (usize, usize, Swap, usize, bool, usize) {
     let layout = candidate.layout();
-    let Layout { mesh, zero, rollout_tensor, swap } = *layout;
+    let Layout { mesh, zero, rollout_tensor, swap, .. } = *layout;
     (mesh.pipeline, mesh.tensor, swap, zero, rollout_tensor != mesh.tensor, rollout_tensor)
 }
 

@@ -38,7 +38,7 @@ pub fn count(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName]) ->
     }
     if stages > 1 {
         fullest.stages = Stages { bytes, seconds };
-        slowest.wait_for_stages(stages, job.microbatches(&layout.mesh));
+        slowest.wait_for_stages(stages, layout.chunks, job.microbatches(&layout.mesh));
     }
     (fullest, slowest)
 }

@@ -64,7 +64,7 @@ pub fn no_layout(job: &Job, world: usize, smallest: usize) -> Error {
     let (mesh, rollout) = (&job.config.mesh, &job.config.rollout);
     let [tensor, sequence, pipeline, of_rollout] =
         [mesh.tensor, mesh.sequence, mesh.pipeline, rollout.tensor].map(|axis| fixed(axis).unwrap_or(1));
-    let cuts = [tensor, sequence, mesh.expert, of_rollout, pipeline];
+    let cuts = [tensor, sequence, mesh.expert, of_rollout, pipeline * mesh.pipeline_chunks];
     let cuts = check_cuts(job.archs, &RoleName::ALL, smallest, cuts);
     if let Err(error) = cuts.and_then(|()| rollout.layout(&Mesh::data_only(smallest)).map(drop)) {
         return error;

@@ -82,12 +82,13 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
         let mesh = axes.resolve(placement.ranks.len())?;
         let zero = axes.stage()?;
         config.gradient.check_layout(&mesh, zero)?;
+        config.gradient.check_chunks(axes.pipeline_chunks)?;
         let wanted = RolloutConfig { tensor: tensor_of_rollout, ..config.rollout.clone() };
         let samples = [RoleName::Actor, RoleName::Rollout].iter().any(|role| placement.roles.contains(role));
         let rollout = if samples { wanted.layout(&mesh)? } else { mesh };
-        let cuts = [mesh.tensor, mesh.sequence, mesh.expert, rollout.tensor, mesh.pipeline];
+        let cuts = [mesh.tensor, mesh.sequence, mesh.expert, rollout.tensor, mesh.pipeline * axes.pipeline_chunks];
         check_cuts(&archs, &placement.roles, placement.ranks.len(), cuts)?;
-        Ok((placement, Layout { mesh, zero, rollout_tensor: rollout.tensor, swap }))
+        Ok((placement, Layout { mesh, zero, chunks: axes.pipeline_chunks, rollout_tensor: rollout.tensor, swap }))
     };
     let of_ranks = |placement: Placement| {
         let index = format!("mesh.placement, ranks {}..{}", placement.ranks.start, placement.ranks.end);

@@ -100,11 +100,11 @@ impl Time {
     }
 
     /// Adds the wait for the other of `stages` stages: the time of p - 1 of the micro-batches, whose number is m in an
-    /// update and in a pass that scores all samples.
-    pub(super) fn wait_for_stages(&mut self, stages: usize, [update, scoring]: [f64; 2]) {
+    /// update and in a pass that scores all samples. With v chunks in a stage it is a v-th of that.
+    pub(super) fn wait_for_stages(&mut self, stages: usize, chunks: usize, [update, scoring]: [f64; 2]) {
         let [train, score] = self.of_microbatches;
         for (name, seconds, count) in [("train", train, update), ("score", score, scoring)] {
-            let seconds = seconds * (stages - 1) as f64 / count;
+            let seconds = seconds * (stages - 1) as f64 / count / chunks as f64;
             if seconds > 0.0 {
                 let name = format!("{name}: {} of {count:.0} micro-batches", stages - 1);
                 let (work, bound) = (Work::default(), "stages");

@@ -385,16 +385,18 @@ pub fn evaluate_share<T>(
     let mut mine = Vec::new();
     // Every rank waits for all others to ask, so stages that follow each other ask less often.
     let between = if axes.pipeline.size() > 1 { 4 * axes.pipeline.size() } else { 1 };
-    for (i, chosen) in plan[axes.data.rank()].iter().enumerate() {
-        if i.is_multiple_of(between) && run.stop_requested() {
+    let own = &plan[axes.data.rank()];
+    for (i, chunk) in role.transformer.passes(own.len()) {
+        let chosen = &own[i];
+        if chunk == 0 && i.is_multiple_of(between) && run.stop_requested() {
             return Err(Error::new(Kind::Stopped, "stopped during the evaluation"));
         }
         let whole = rows.pack(chosen);
         let own = whole.shard(&axes.sequence);
-        if role.transformer.is_last_stage() {
+        if role.transformer.has_head(chunk) {
             mine.extend(measure(&MicroBatch { rows: chosen, whole: &whole, own: &own }));
         } else {
-            rows.frozen().into_iter().chain([role]).for_each(|role| head_pass::relay(role, &own));
+            rows.frozen().into_iter().chain([role]).for_each(|role| head_pass::relay(role, chunk, &own));
         }
     }
     Ok(mine)

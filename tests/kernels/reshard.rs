@@ -55,7 +55,9 @@ fn resharding_over_nccl_moves_no_weights_through_the_host() {
 pub fn scene(world: &World) {
     for (arch, joined) in [(arch(true, (8, 2)), [true, true]), (arch(false, (12, 3)), [false, true])] {
         // A sequence axis shards weights like a data axis.
-        for (mesh, stage) in layouts(world).into_iter().filter(|(mesh, _)| mesh.sequence == 1 || mesh.tensor > 1) {
+        for (mesh, stage) in
+            layouts(world).into_iter().filter(|(mesh, _)| mesh.pipeline == 1 && (mesh.sequence == 1 || mesh.tensor > 1))
+        {
             let axes = Axes::split_mesh(&world.group(), &mesh);
             join(world, &axes, joined);
             let (transformer, weights) = held(&arch, &axes, stage);

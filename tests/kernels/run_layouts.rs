@@ -66,6 +66,16 @@ fn ppo_metrics_equal_one_ranks_in_every_layout_and_nccl_equals_the_host_bitwise(
             assert_same(at, name, &by_mpi);
         }
     }
+    // Stages compute the bits of one rank. Their hidden states go through the host.
+    let (stages, _) = ppo(2, "stages", "job.collectives=nccl mesh.pipeline=2");
+    assert_near(
+        "stages",
+        &stages,
+        &alone,
+        &["entropy", "value_mean", "grad_norm_actor", "grad_norm_critic"],
+        (1e-5, 1e-3),
+    );
+    assert!(stages.iter().all(|step| number(step, "logprob_gap_max") == 0.0 && number(step, "reshard_bytes") > 0.0));
     // Sampled on its own GPU, with a copy of the weights. The first step of an async rollout equals that of a
     // synchronous one.
     let placement = r#"mesh.placement=[{roles=["actor","critic","reference"],ranks="0..1"},{roles=["rollout","reward"],ranks="1..2"}]"#;
@@ -87,9 +97,11 @@ fn sft_metrics_equal_those_of_one_rank_and_of_the_cpu_in_every_layout() {
         run(at, ranks, "sft.toml", name, &format!("optim.actor.lr=1e-3 job.steps=2 {evaluated} {sets}")).0
     };
     let [alone, cpu] = [("alone", ""), ("cpu", "job.device=cpu")].map(|(name, sets)| sft(1, name, sets));
-    for (name, mesh) in
-        [("cut", "mesh.sequence=2 mesh.tensor=2 mesh.zero=1"), ("one-ring", "mesh.sequence=4 mesh.zero=2")]
-    {
+    for (name, mesh) in [
+        ("cut", "mesh.sequence=2 mesh.tensor=2 mesh.zero=1"),
+        ("one-ring", "mesh.sequence=4 mesh.zero=2"),
+        ("stages", "mesh.pipeline=2 mesh.tensor=2"),
+    ] {
         let got = sft(4, name, mesh);
         assert_near(name, &got, &alone, &["loss", "grad_norm", "eval_loss"], (4e-3, 0.1));
         assert_near(name, &got, &cpu, &["loss", "grad_norm", "eval_loss"], (1e-2, 0.1));

@@ -38,7 +38,7 @@ fn planned(config: &Config, arch: &Arch, rows: Rows) -> usize {
     let archs = Archs(vec![(RoleName::Actor, Head::LanguageModel, arch.clone())]);
     let job = Job::new(config, &archs, Some(rows));
     let mesh = Mesh::data_only(1);
-    let layout = Layout { mesh, zero: 1, rollout_tensor: 1, swap: Swap::default() };
+    let layout = Layout { mesh, zero: 1, chunks: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device { threads: THREADS, ..Device::cpu(1 << 40, 1) };
     plan::count(&job, &layout, &device, &[RoleName::Actor]).0.arena
 }

@@ -138,7 +138,7 @@ fn an_expert_axis_divides_experts_in_nf4_and_its_traffic_is_counted() {
 
 /// The memory of one rank on a CPU.
 fn on_cpu(config: &Config, archs: &Archs) -> Memory {
-    let layout = Layout { mesh: Mesh::data_only(1), zero: 1, rollout_tensor: 1, swap: Swap::default() };
+    let layout = Layout { mesh: Mesh::data_only(1), zero: 1, chunks: 1, rollout_tensor: 1, swap: Swap::default() };
     let device = Device { threads: 1, ..Device::cpu(1 << 40, 1) };
     plan::count(&Job::new(config, archs, None), &layout, &device, &[Actor]).0
 }

@@ -20,7 +20,7 @@ const SHORT: [&str; 4] = [
 const ROLES: [RoleName; 3] = [RoleName::Actor, RoleName::Reference, RoleName::Critic];
 
 fn layout(mesh: Mesh, zero: usize) -> Layout {
-    Layout { mesh, zero, rollout_tensor: mesh.tensor, swap: Swap::default() }
+    Layout { mesh, zero, chunks: 1, rollout_tensor: mesh.tensor, swap: Swap::default() }
 }
 
 fn count(config: &Config, archs: &Archs, layout: &Layout, device: &Device) -> Memory {

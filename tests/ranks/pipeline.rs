@@ -5,17 +5,19 @@ use crate::combination::{LENGTHS, compare};
 use crate::layouts::{Setting, attention, config, samples, whole};
 use crate::models::arch;
 use crate::tensor_models::{capped, eight_experts, hybrid_experts, latent, sinks};
-use rlhf_hpc::comm::{Axes, World};
+use rlhf_hpc::comm::{Axes, Way, World};
 use rlhf_hpc::config::job::GradientConfig;
 use rlhf_hpc::config::method::ppo::PolicyLossKind;
 use rlhf_hpc::config::optim::GradientOrder;
+use rlhf_hpc::device::Device;
 use rlhf_hpc::experience::Experience;
 use rlhf_hpc::learn::packed::Tokens;
+use rlhf_hpc::learn::schedule::{self, Action};
 use rlhf_hpc::learn::score;
 use rlhf_hpc::mesh::Mesh;
 use rlhf_hpc::model::{Arch, Head};
 use rlhf_hpc::optim::host_state::Vector;
-use rlhf_hpc::tensor::DType;
+use rlhf_hpc::tensor::{DType, Tensor};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -24,6 +26,8 @@ pub const TESTS: &[Test] = &[
     Test { name: "stages of all kinds of layers have the step of one rank", ranks: &[4], check: kinds },
     Test { name: "a pipeline of untied models has the bits of one rank", ranks: &[2, 4], check: bits },
     Test { name: "the routers of all stages balance together", ranks: &[2], check: balance },
+    Test { name: "stages of several chunks have the step of one rank", ranks: &[2, 4], check: interleaved },
+    Test { name: "equal stages wait for p - 1 of m + p - 1 turns", ranks: &[4], check: bubble },
     Test {
         name: "scores come from the last stage to all ranks, with the bits of one rank",
         ranks: &[4],
@@ -122,6 +126,69 @@ fn balance(world: &World) {
     assert!(updated(&setting, &axes, &samples, 0.5) == with);
     // A single micro-batch needs no other forward on one rank.
     assert!(updated(&setting, &axes, &samples[..2], 0.5) == updated(&setting, &Axes::one(), &samples[..2], 0.5));
+}
+
+/// The axes of a mesh whose stages have `chunks` chunks.
+fn chunked(world: &World, mesh: &Mesh, chunks: usize) -> Axes {
+    Axes { chunks, ..Axes::split_mesh(&world.group(), mesh) }
+}
+
+/// A chunk walks micro-batches in order, so the bits are those of one rank: also with adapters, experts, scores before, a
+/// padded minibatch, and shards.
+fn interleaved(world: &World) {
+    let samples = samples(LENGTHS);
+    let adapted = |arch: Arch| Arch { tuning: Some(Arc::new(attention())), ..arch };
+    for arch in [
+        four("llama", json!({"tie_word_embeddings": false})),
+        adapted(four("llama", json!({"tie_word_embeddings": false}))),
+        four("qwen3_moe", eight_experts()),
+    ] {
+        let setting = setting(&arch, Head::LanguageModel, GradientOrder::Fast);
+        let coef = if arch.family.name == "qwen3_moe" { 0.5 } else { 0.0 };
+        let axes = chunked(world, &mesh(world.size / 2, 2, 1, 1), 2);
+        for few in [&samples[..], &samples[..3]] {
+            // With several data ranks sums are in another order.
+            let alone = if world.size == 2 { Axes::one() } else { Axes::split_mesh(&world.group(), &mesh(2, 2, 1, 1)) };
+            let [got, want] = [&axes, &alone].map(|axes| updated(&setting, axes, few, coef));
+            assert!(got == want, "{}, {} samples", arch.family.name, few.len());
+        }
+    }
+    let setting = setting(&four("qwen3", json!({})), Head::Value, GradientOrder::Fast);
+    let tokens: Vec<Tokens> = samples.iter().map(Tokens::from_sample).collect();
+    let axes = chunked(world, &mesh(world.size / 2, 2, 1, 1), 2);
+    let [got, want] = [&axes, &Axes::one()].map(|axes| {
+        let role = setting.learner(5, axes, 1).expect("a learner").role;
+        score::values(&role, axes, &tokens, 64)
+    });
+    assert_eq!(got, want);
+}
+
+/// Links between stages whose work is a sleep, because ranks of this test share cores: the measured wait is the table's.
+fn bubble(world: &World) {
+    let (stages, microbatches) = (world.size, 12);
+    let axes = Axes::split_mesh(&world.group(), &mesh(1, stages, 1, 1));
+    let (rank, last) = (axes.pipeline.rank(), stages - 1);
+    let work = |turns: u64| std::thread::sleep(std::time::Duration::from_millis(15 * turns));
+    world.group().barrier();
+    let ((), sums) = schedule::timed(&axes, || {
+        for action in schedule::actions(rank, stages, 1, microbatches) {
+            let (way, turns, is_first, is_last) = match action {
+                Action::Forward(..) => (Way::Forward, 1, rank == 0, rank == last),
+                Action::Backward(..) => (Way::Backward, 2, rank == last, rank == 0),
+            };
+            let x = if is_first { Tensor::zeros(3, 5) } else { axes.links.receive(way, Device::Cpu, 3, 5) };
+            work(turns);
+            if !is_last {
+                axes.links.send(way, x, usize::MAX);
+            }
+        }
+    });
+    let ratio = schedule::metrics(&sums)[0].1;
+    let want = last as f64 / (microbatches + last) as f64;
+    assert!((ratio / want - 1.0).abs() < 0.1, "the measured wait is {ratio:.4}, that of the table {want:.4}");
+    if world.rank == 0 {
+        println!("{stages} stages, {microbatches} micro-batches: bubble {ratio:.4}, (p - 1)/(m + p - 1) = {want:.4}");
+    }
 }
 
 fn scores(world: &World) {

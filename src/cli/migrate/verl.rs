@@ -323,7 +323,7 @@ fn run(draft: &mut Draft) {
         draft.note(
             &format!("{ACTOR}.strategy"),
             Kind::Approximate,
-            "mesh.tensor is left to the plan; there is no pipeline",
+            "mesh.tensor is left to the plan, and mesh.pipeline is 1 unless it is set",
         );
     }
 }

@@ -73,8 +73,10 @@ impl Setting<'_> {
         let alone = Self::step(&mut one, &Axes::one())?;
         let mut checks = vec![self.same_on_all(&alone)?];
         drop(one);
-        if let Err(error) = arch.check_tensor(layout.mesh.tensor.max(layout.rollout_tensor)) {
-            checks.push(Check::skipped("sharded step", format!("the tiny model has too few heads: {}", error.message)));
+        let fits = arch.check_tensor(layout.mesh.tensor.max(layout.rollout_tensor));
+        let fits = fits.and_then(|()| arch.check_pipeline(layout.mesh.pipeline * layout.chunks));
+        if let Err(error) = fits {
+            checks.push(Check::skipped("sharded step", format!("the tiny model is too small: {}", error.message)));
             return Ok(checks);
         }
         let mut learner = all.agree(self.learner(&arch, axes, layout.zero))?;

@@ -50,7 +50,7 @@ impl<'a> Collector<'a> {
         let partition =
             |table: &ParamTable| Partition::with_experts(table.units(), table.units_of_experts(), 0, sharing, experts);
         let partitions = tables.iter().map(partition).collect();
-        let stages = weights.table.stages_of_units(axes.pipeline.size());
+        let stages = weights.table.stages_of_units(axes.pipeline.size(), axes.chunks);
         Self { weights, axes, tables, partitions, stages, staging: Staging::default() }
     }
 

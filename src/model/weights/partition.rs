@@ -220,7 +220,7 @@ impl Shards {
         let (of_experts, experts) = (table.units_of_experts(), axes.expert.size());
         assert!(stage > 0 || experts == 1, "stage 0 has no ranges, and an expert axis needs some");
         let [rank, ranks] = [axes.zero.rank(), axes.zero.size()];
-        let places = table.places(axes.pipeline.rank(), axes.pipeline.size());
+        let places = table.places(axes.pipeline.rank(), axes.pipeline.size(), axes.chunks);
         let partition = Partition::with_experts(table.units(), of_experts, rank, ranks, experts).on_stage(&places);
         let partition = Arc::new(partition);
         let whole = || Arc::new(Partition::whole(table.units()).on_stage(&places));

@@ -102,7 +102,7 @@ impl Reshard {
             zero,
             tensor,
             pipeline: axes.pipeline.clone(),
-            stages: table.stages_of_units(axes.pipeline.size()),
+            stages: table.stages_of_units(axes.pipeline.size(), axes.chunks),
             partition: Arc::new(partition),
             zero_rank: axes.zero.rank(),
             from,
