@@ -127,7 +127,7 @@ impl ModelSpec {
             return Err(Error::usage("model.vision = \"train\" is not supported with job.device = \"gpu\"")
                 .hint("set job.device = \"cpu\", or model.vision = \"frozen\""));
         }
-        if matches!(config.mesh.pipeline, Auto::Is(stages) if stages > 1) {
+        if config.mesh.pipeline != Auto::Is(1) {
             return Err(Error::usage("model.vision = \"train\" does not support mesh.pipeline")
                 .hint("set mesh.pipeline = 1, or model.vision = \"frozen\""));
         }
