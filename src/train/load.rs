@@ -1,4 +1,4 @@
-//! Loading of the models of a job, with gradients and optimizer state for those that learn.
+//! Loading of a job's models. Models that learn also get gradients and optimizer state.
 
 use super::models::{JobModel, ModelSpec};
 use crate::config::mesh::RoleName;
