@@ -184,9 +184,10 @@ pub fn backward(dq: &mut Tensor, dk: &mut Tensor, positions: &Indices, table: &R
 
 fn rotate(both: [&mut Tensor; 2], positions: &Indices, table: &RopeTable, back: bool) {
     let Rotation { head_dim, axes, .. } = &table.rotation;
-    let (head_dim, half, has_axes) = (*head_dim, head_dim / 2, positions.len() == AXES * both[0].rows());
+    let (head_dim, half) = (*head_dim, head_dim / 2);
+    let has_axes = both[0].rows() > 0 && positions.len() == AXES * both[0].rows();
     let rows = positions.len() / if has_axes { AXES } else { 1 };
-    assert!(!has_axes || !axes.is_empty() || rows == 0, "rope: this model has no axes of positions");
+    assert!(!has_axes || !axes.is_empty(), "rope: this model has no axes of positions");
     for (name, x) in ["q", "k"].into_iter().zip(&both) {
         assert!(
             x.rows() == rows && half > 0 && x.width().is_multiple_of(2 * half),
