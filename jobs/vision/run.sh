@@ -32,5 +32,5 @@ launch 2 grpo.toml job.dir=work/grpo-tower model.vision=train "$@"
 
 say "what to try next, in $root"
 program=${RLHF_HPC#"$root/"}
-echo "  $program chat --model jobs/vision/work/grpo/export --image jobs/vision/work/images/06000.png"
+echo "  $program chat --model jobs/vision/work/grpo/export --image jobs/vision/work/images/04000.png"
 echo "  $program samples jobs/vision/work/grpo --worst 5"
