@@ -40,7 +40,11 @@ impl Ranks {
         axes.chunks = layout.chunks;
         let is_same =
             layout.rollout_tensor == layout.mesh.tensor && layout.mesh.expert == 1 && layout.mesh.pipeline == 1;
-        let rollout_axes = if is_same { axes.clone() } else { Axes::split_mesh(&axes.all, &layout.rollout()) };
+        let mut rollout_axes = if is_same { axes.clone() } else { Axes::split_mesh(&axes.all, &layout.rollout()) };
+        // The same ranks share matrices in the same order: they need one group, and one backend for it.
+        if layout.rollout_tensor == layout.mesh.tensor {
+            rollout_axes.tensor = axes.tensor.clone();
+        }
         let all = world.group();
         let mut ranks = Self { together: all.clone(), all, world, placements, placement, layouts, axes, rollout_axes };
         if runs_ahead {

@@ -80,6 +80,28 @@ fn an_evaluation_with_beams_scores_one_response_of_a_search_and_decodes_all() {
     assert!(searching[1] > 1.5 * searching[0], "{searching:?}");
 }
 
+#[test]
+fn a_decode_step_is_counted_once_on_any_rollout_tensor() {
+    let read = |tensor: usize| {
+        let sets = [format!("rollout.tensor={tensor}"), format!("mesh.tensor={tensor}")];
+        let chosen = chosen(&[&sets[0], &sets[1], "mesh.data=1"], &archs(&small(), false), tensor);
+        let parts = chosen.main().time.parts.clone();
+        let decode = parts.iter().filter(|part| part.stage == Stage::Decode && part.name == "gemm");
+        decode.map(|part| part.work.flops).sum::<f64>() * tensor as f64
+    };
+    let (one, two) = (read(1), read(2));
+    assert!(one > 0.0 && (two / one - 1.0).abs() < 0.05, "{two} FLOPs of two ranks, {one} of one");
+}
+
+#[test]
+fn the_rollout_of_pipeline_stages_sums_over_the_tensor_ranks_of_training() {
+    let chosen = chosen(&["mesh.pipeline=2", "mesh.tensor=2", "rollout.tensor=2"], &archs(&small(), false), 4);
+    let parts = &chosen.main().time.parts;
+    let names = parts.iter().map(|part| part.name.as_str()).filter(|name| name.starts_with("decode: "));
+    let sums: Vec<_> = names.filter(|name| name.contains("sum_ordered over tensor")).collect();
+    assert_eq!(sums, ["decode: sum_ordered over tensor"]);
+}
+
 /// A job that trains adapters on a base in nf4.
 fn on_nf4(more: &[&str], ranks: usize) -> Candidate {
     chosen(&[&["lora.rank=8", "model.quantize=nf4"], more].concat(), &archs(&small(), false), ranks)

