@@ -236,7 +236,7 @@ fn a_machine_with_the_ranks_of_a_job_passes() {
     assert_eq!(fixture.files("."), before, "nothing is left");
     let of_ranks =
         ["2 ranks agree to the bit", "loss, gradient and update of one rank", "right sums; ", "hold the same bits"];
-    for layout in ["mesh.tensor=2", "mesh.zero=3"] {
+    for layout in ["mesh.tensor=2", "mesh.zero=3", "mesh.pipeline=2"] {
         mpirun(fixture.root(), 2, &["verify", "job.toml", layout]).page(0, &[&words[..], &of_ranks[..]].concat());
     }
 }

@@ -29,6 +29,20 @@ pub const ENDINGS: &[Ending] = &[
         logged: Some((1, "row 7 is empty")),
     },
     Ending {
+        name: "a rank that fails on a stage of a pipeline is named with its stage",
+        scene: "stage_error",
+        code: 65,
+        said: &["error: rank 1 (", "), stage 1 of 3, step 3, train: row 7 is empty", "hint: remove it"],
+        logged: Some((1, "stage 1 of 3")),
+    },
+    Ending {
+        name: "an agreed error of a stage is named with it",
+        scene: "stage_agreed",
+        code: 65,
+        said: &["error: ", "rank 1 (", "), stage 1 of 3: row 7 is empty"],
+        logged: Some((2, "row 7 is empty")),
+    },
+    Ending {
         name: "a rank that panics ends the job within 30 s, its message once and in logs",
         scene: "panic",
         code: 1,
@@ -125,6 +139,13 @@ pub fn run_scene(scene: &str, logs: &Path) {
     let limit = if scene == "busy" || scene.starts_with("stopped") { 1.0 } else { 60.0 };
     abort::install(&world, Some(logs), Some(Duration::from_secs_f64(limit)));
     phase::set(3, phase::Phase::Train);
+    let scene = match scene.strip_prefix("stage_") {
+        Some(scene) => {
+            phase::set_stage(world.rank, world.size);
+            scene
+        }
+        None => scene,
+    };
     let result = act(scene, &world);
     if let Err(error) = result {
         abort::fail(&error);
@@ -209,7 +230,7 @@ impl Ending {
             return Err(format!("'{text}' expected {} times, {said}", times(text)));
         }
         let in_panic = self.scene == "full" && ended.stderr.contains("panicked");
-        let aborts = self.scene == "agreed" && ended.stderr.contains("MPI_ABORT");
+        let aborts = self.scene.ends_with("agreed") && ended.stderr.contains("MPI_ABORT");
         if in_panic || aborts { Err(said) } else { self.logged.map_or(Ok(()), |(rank, text)| logged(logs, rank, text)) }
     }
 }

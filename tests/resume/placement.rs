@@ -11,7 +11,7 @@ fn placed(name: &str, more: usize) -> Job {
 /// none.
 #[test]
 fn roles_on_separate_ranks_equal_roles_on_the_same_ranks_bitwise() {
-    for (i, sets) in ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2"].into_iter().enumerate() {
+    for (i, sets) in ["", "mesh.tensor=1 mesh.zero=3 rollout.tensor=2", "mesh.pipeline=2"].into_iter().enumerate() {
         let together = Job::ppo(&format!("together-{i}")).on(2).with(sets).done();
         let apart = placed(&format!("apart-{i}"), 2).with(sets).done();
         apart.assert_same(&together);

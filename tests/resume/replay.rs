@@ -148,6 +148,19 @@ fn on_other_layouts_rounding_explains_the_differences_of_every_kind_of_job() {
 }
 
 #[test]
+fn a_step_of_pipeline_stages_is_equal_to_the_bit_on_stages_and_on_one_rank() {
+    let sets = "eval.every_steps=0 data.eval_split= checkpoint.every_steps=2 job.export=false mesh.pipeline=2";
+    let job = Job::ppo("replay-stages").on(2).with(sets).done();
+    for (ranks, words, layout) in [
+        (2, "--step 3", "layout: data 1, pipeline 2, sequence 1, tensor 1, zero 1, f32 on cpu (that of the run)"),
+        (1, "--step 3 --with mesh.pipeline=1", "(the run had data 1, pipeline 2, sequence 1, tensor 1"),
+    ] {
+        let text = mpirun(place(), ranks, &arguments(&job, words)).well().stdout;
+        assert!(text.contains(layout) && text.contains("\nequal to the bit: step 3, "), "{text}");
+    }
+}
+
+#[test]
 fn other_settings_show_their_effect_next_to_the_record_and_an_update_alone() {
     let job = recorded("with", "ppo.kl_coef=0.05");
     let column = |text: &str, key: &str, i: usize| {

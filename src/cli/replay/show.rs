@@ -82,12 +82,14 @@ fn head(prepared: &Prepared, found: &Found) -> String {
     out
 }
 
-/// `data 2, sequence 1, tensor 1, zero 1, f32 on cpu`.
+/// `data 2, sequence 1, tensor 1, zero 1, f32 on cpu`, with pipeline stages if there are any.
 fn layout(config: &Config) -> String {
     let mesh = &config.mesh;
-    let axes = [("data", mesh.data), ("sequence", mesh.sequence), ("tensor", mesh.tensor), ("zero", mesh.zero)];
+    let (data, stages) = (("data", mesh.data), ("pipeline", mesh.pipeline));
+    let axes = [data, stages, ("sequence", mesh.sequence), ("tensor", mesh.tensor), ("zero", mesh.zero)];
+    let axes = axes.into_iter().filter(|axis| *axis != ("pipeline", Auto::Is(1)));
     let size = |size: Auto| if let Auto::Is(n) = size { n.to_string() } else { "auto".to_owned() };
-    let axes: Vec<String> = axes.into_iter().map(|(name, n)| format!("{name} {}", size(n))).collect();
+    let axes: Vec<String> = axes.map(|(name, n)| format!("{name} {}", size(n))).collect();
     let [dtype, device] = [crate::config::name(&config.model.dtype), crate::config::name(&config.job.device)];
     format!("{}, {dtype} on {device}", axes.join(", "))
 }

@@ -1,8 +1,10 @@
 //! Measures collectives of each axis, and the links between ranks.
 
 use super::machine::{self, Collective, Link};
+use crate::comm::backends::Axis;
 use crate::comm::{Group, World};
 use crate::device::Device;
+use crate::device::cuda::Stream;
 use crate::launch::gpu;
 use crate::launch::ranks::Ranks;
 use crate::plan;
@@ -25,7 +27,9 @@ fn value(rank: usize, i: usize) -> f32 {
 pub fn axes(ranks: &Ranks, device: Device, plan: &plan::Device) -> Vec<Collective> {
     let alone = Group::one();
     let mut found = Vec::new();
-    for axis in gpu::axes(ranks, &alone) {
+    // On GPUs the stages of a pipeline exchange values through the host, which `links` measures.
+    let stages = Axis { name: "pipeline", group: &ranks.axes.pipeline, stream: Stream::Tensor };
+    for axis in gpu::axes(ranks, &alone).into_iter().chain((device == Device::Cpu).then_some(stages)) {
         ranks.all.barrier();
         let group = axis.group;
         if group.size() == 1 {
