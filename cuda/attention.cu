@@ -166,7 +166,7 @@ DEVICE void forward(const bf16* q, const bf16* k, const bf16* v, const Tile* til
         }
         const bool hides = key + KEYS > end_key(tile, 0) || key < first_key(tile, window, last);
         softmax(s, largest, sums, by, scale * LOG2_E, hides, tile, window, key);
-        scale_rows(out, by);
+        if (any_not_one(by)) scale_rows(out, by);
         u32 p[M][N / 2][4];
 #pragma unroll
         for (int m = 0; m < M; m++) pack_rows(p[m], s[m]);

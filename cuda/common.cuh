@@ -162,6 +162,26 @@ template <class T> DEVICE T shuffle_xor(T x, int lanes) { return __shfl_xor_sync
 template <class T> DEVICE T shuffle(T x, int lane) { return __shfl_sync(ALL_LANES, x, lane); }
 #endif
 
+// Whether `x` holds in any lane of the warp.
+DEVICE bool any_lane(bool x) {
+#ifdef EMULATED
+    u32 any = x;
+    for (int lanes = WARP / 2; lanes > 0; lanes /= 2) any |= shuffle_xor(any, lanes);
+    return any;
+#else
+    return __any_sync(ALL_LANES, x);
+#endif
+}
+
+// Whether products with these factors of the warp's rows change anything. A running maximum seldom grows, and then all
+// factors are exactly 1.
+template <int M> DEVICE bool any_not_one(const float (&by)[M][2]) {
+    bool differs = false;
+#pragma unroll
+    for (int i = 0; i < 2 * M; i++) differs |= by[i / 2][i % 2] != 1.0f;
+    return any_lane(differs);
+}
+
 DEVICE int lane_id() { return threadIdx.x % WARP; }
 DEVICE int warp_id() { return threadIdx.x / WARP; }
 

@@ -163,10 +163,12 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
             }
             take_block(row[m], decay[m], s[m], paged.scale);
         }
+        if (any_not_one(decay)) {
 #pragma unroll
-        for (int m = 0; m < M; m++) {
+            for (int m = 0; m < M; m++) {
 #pragma unroll
-            for (int n = 0; n < E / 8; n++) rescale(o[m][n], decay[m][0], decay[m][1]);
+                for (int n = 0; n < E / 8; n++) rescale(o[m][n], decay[m][0], decay[m][1]);
+            }
         }
 #pragma unroll
         for (int m = 0; m < M; m++) {

@@ -129,7 +129,7 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     }
     lines.push(format!("carried    {}", embedded::describe()));
     if let Some(index) = mine {
-        let loaded = Gpu::open(index).map(|gpu| gpu.origin().to_owned());
+        let loaded = Gpu::open(index).map(|gpu| gpu.origin());
         lines.push(format!("loaded     {}", loaded.unwrap_or_else(|error| format!("nothing: {}", error.message))));
     }
     let none = |why: String| format!("none: {why}");
@@ -146,17 +146,19 @@ fn cuda(found: &Found, mine: Option<usize>) -> Vec<String> {
     lines
 }
 
-/// `GPU 0 at 0000:3b:00.0: NVIDIA A800-SXM4-80GB, 79.3 GiB, 108 multiprocessors, capability 8.0, NUMA node 0`.
+/// `GPU 0 at 0000:3b:00.0: NVIDIA A800-SXM4-80GB, 79.3 GiB, 108 multiprocessors, capability 8.0, NUMA node 0, UUID
+/// 5c1b2b9c-90b4-8a3e-7f5d-4c2c17f0e6aa`.
 fn describe_gpu(gpu: &Properties) -> String {
     let (major, minor) = gpu.capability;
     let node = gpu.numa.map_or("unknown".into(), |node| node.to_string());
     format!(
-        "GPU {} at {}: {}, {}, {} multiprocessors, capability {major}.{minor}, NUMA node {node}",
+        "GPU {} at {}: {}, {}, {} multiprocessors, capability {major}.{minor}, NUMA node {node}, UUID {}",
         gpu.index,
         gpu.pci,
         gpu.name,
         format_bytes(gpu.memory_bytes as u64),
-        gpu.multiprocessors
+        gpu.multiprocessors,
+        gpu.uuid
     )
 }
 

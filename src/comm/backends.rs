@@ -8,7 +8,8 @@ use super::nccl_collectives::NcclGroup;
 use super::records;
 use crate::config::job::Collectives;
 use crate::device::cuda::Stream;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, format_bytes};
+use crate::sys::files::free_bytes;
 use std::cell::OnceCell;
 use std::env;
 use std::fs;
@@ -28,7 +29,7 @@ pub struct Axis<'a> {
 /// Joins the GPUs of every axis by NCCL if possible and if `wanted` allows it. All groups of an axis use the same
 /// backend. Returns a row for each axis of several ranks, with its backend and the reason. All ranks of `all` call
 /// this, with axes in the same order. A rank that is alone on an axis does nothing there. `gpu` is equal on two ranks
-/// exactly if they share a GPU.
+/// exactly if NCCL finds the same GPU: by host and PCI address.
 ///
 /// # Errors
 /// `Usage` if `wanted` is `nccl` and an axis cannot use it, or if its ranks do not join in time.
@@ -42,6 +43,10 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
             Collectives::Mpi => Err("job.collectives = \"mpi\"".to_string()),
             Collectives::Auto | Collectives::Nccl => join(all, axis, gpu, &opened),
         };
+        let joined = joined.map_err(|why| {
+            let hint = why.contains(CALL).then(|| all.first_words(&hint_of_memory(Path::new("/dev/shm"))));
+            hint.flatten().map_or(why.clone(), |hint| format!("{why} ({hint})"))
+        });
         if let Err(why) = joined.as_ref()
             && (wanted == Collectives::Nccl || why.contains(LATE))
         {
@@ -106,15 +111,36 @@ fn network(dir: &Path, variable: impl Fn(&str) -> Option<String>) -> String {
     }
 }
 
-/// Returns the library if each rank of the group has the same version and a GPU of its own. The result is the same on
-/// all ranks.
+/// Bytes of shared memory that the GPUs of a host may need to connect. Containers have 64 MiB, unless they are given more.
+const SHARED_BYTES: u64 = 512 << 20;
+
+/// A hint if `dir`, where NCCL keeps what ranks of a host share, has little space.
+fn hint_of_memory(dir: &Path) -> String {
+    let free = free_bytes(dir).ok().filter(|free| *free < SHARED_BYTES).map(format_bytes);
+    let hint = |free| {
+        let dir = dir.display();
+        format!(
+            "{dir} has {free} free, and NCCL connects the GPUs of a host through it: start the container with \
+                 --shm-size=8g or --ipc=host"
+        )
+    };
+    free.map_or(String::new(), hint)
+}
+
+/// The variable with which NCCL lets ranks share a GPU, and the first version that knows it.
+const SHARING: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+const SHARING_VERSION: [i32; 3] = [2, 30, 3];
+
+/// Returns the library if each rank of the group has the same version and a GPU of its own, or may share it. The result
+/// is the same on all ranks.
 fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nccl>, String> {
     let ranks: Vec<usize> = group.world_ranks().collect();
-    let gpus = group.all_gather_bytes(gpu.as_bytes());
-    for (i, gpu) in gpus.iter().enumerate() {
-        if let Some(j) = gpus[..i].iter().position(|other| other == gpu) {
-            return Err(format!("ranks {} and {} share a GPU", ranks[j], ranks[i]));
-        }
+    let may_share = env::var(SHARING).is_ok_and(|set| !["", "0"].contains(&set.as_str()));
+    let all = records::gather(group, &[(gpu.to_owned(), may_share)]).map_err(|error| error.message)?;
+    let second = (0..all.len()).find_map(|i| Some((all[..i].iter().position(|other| other.0 == all[i].0)?, i)));
+    let shared = second.map(|(j, i)| format!("ranks {} and {} share a GPU", ranks[j], ranks[i]));
+    if let Some(why) = shared.as_ref().filter(|_| !all.iter().all(|of_rank| of_rank.1)) {
+        return Err(why.clone());
     }
     let mine = opened.get_or_init(|| Nccl::open().map(Arc::new));
     let known = mine.as_ref().map(|nccl| nccl.version_name()).map_err(String::clone);
@@ -126,6 +152,11 @@ fn able(group: &Group, gpu: &str, opened: &Opened) -> std::result::Result<Arc<Nc
         if version != first {
             return Err(format!("rank {} has NCCL {first}, but rank {rank} has {version}", ranks[0]));
         }
+    }
+    let is_older = mine.as_ref().is_ok_and(|nccl| nccl.version < SHARING_VERSION);
+    if let (Some(why), Some(version), true) = (shared, first, is_older) {
+        let [major, minor, patch] = SHARING_VERSION;
+        return Err(format!("{why}, and {SHARING} needs NCCL {major}.{minor}.{patch} or later (this is {version})"));
     }
     mine.clone()
 }

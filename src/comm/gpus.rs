@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// The index of this rank's GPU among `seen`, the GPUs that it sees. `None` if it sees none. All ranks call
 /// this.
 pub fn mine(world: &World, seen: &[Properties]) -> Option<usize> {
-    let gpus = seen.iter().map(|gpu| VisibleGpu { pci: gpu.pci.clone(), numa: gpu.numa }).collect();
+    let gpus = seen.iter().map(|gpu| VisibleGpu { uuid: gpu.uuid.clone(), numa: gpu.numa }).collect();
     let (bounds, me) = of_host(world, Bound { nodes: affinity::nodes(), gpus });
     choose(&bounds)[me]
 }
@@ -32,8 +32,8 @@ fn of_host<T: Serialize + DeserializeOwned>(world: &World, mine: T) -> (Vec<T>, 
 /// A GPU as a rank sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct VisibleGpu {
-    /// The PCI address, which is the same for all ranks of a host.
-    pci: String,
+    /// The UUID of the GPU or of its MIG instance, which is the same for all ranks of a host.
+    uuid: String,
     numa: Option<usize>,
 }
 
@@ -51,7 +51,7 @@ struct Bound {
 /// get its GPUs, and unbound ranks get the GPU of their number. If a launcher shows each rank one GPU, the rank gets
 /// that GPU.
 fn choose(ranks: &[Bound]) -> Vec<Option<usize>> {
-    let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.gpus).map(|gpu| &gpu.pci[..]).collect();
+    let mut all: Vec<&str> = ranks.iter().flat_map(|rank| &rank.gpus).map(|gpu| &gpu.uuid[..]).collect();
     all.sort_unstable();
     all.dedup();
     let share = ranks.len().div_ceil(all.len().max(1));
@@ -59,7 +59,8 @@ fn choose(ranks: &[Bound]) -> Vec<Option<usize>> {
     for only_near in [true, false] {
         for (i, rank) in ranks.iter().enumerate() {
             let used = |gpu: &VisibleGpu| {
-                let on_it = |(at, other): (&Option<usize>, &Bound)| at.is_some_and(|at| other.gpus[at].pci == gpu.pci);
+                let on_it =
+                    |(at, other): (&Option<usize>, &Bound)| at.is_some_and(|at| other.gpus[at].uuid == gpu.uuid);
                 chosen.iter().zip(ranks).filter(|pair| on_it(*pair)).count()
             };
             let free = |gpu: &VisibleGpu| !only_near || (near(rank, gpu) && used(gpu) < share);
@@ -83,7 +84,7 @@ mod tests {
 
     /// Four GPUs on the NUMA nodes `nodes`, which may be interleaved as on some boards.
     fn board(nodes: [usize; 4]) -> Vec<VisibleGpu> {
-        let gpu = |(i, node): (usize, usize)| VisibleGpu { pci: format!("0000:{i:02x}:00.0"), numa: Some(node) };
+        let gpu = |(i, node): (usize, usize)| VisibleGpu { uuid: format!("{i:02x}"), numa: Some(node) };
         nodes.into_iter().enumerate().map(gpu).collect()
     }
 

@@ -14,9 +14,10 @@ use std::ops::Range;
 
 /// The bytes of one chunk's logits.
 const CHUNK_BYTES: usize = 256 << 20;
-/// The number of chunks whose gradients are collected for one GEMM each into dh and dW. A GEMM of few rows takes
-/// as long as reading and writing dW.
-const GROUP: usize = 2;
+/// The number of chunks whose gradients are collected for one GEMM each into dh and dW, for parts of the vocabulary up to
+/// `LARGE` and above. A GEMM of few rows takes as long as reading and writing dW, and a chunk of a large part has few.
+const GROUPS: [usize; 2] = [2, 8];
+const LARGE: usize = 64 << 10;
 /// The bytes of the sums of a chunk that is scored without storing logits, and the rows that fill a tile of that
 /// kernel.
 const FUSED_BYTES: usize = 64 << 20;
@@ -179,7 +180,7 @@ pub(super) fn forward_backward(
     let mut dw = dw.map(|WeightMut { n, k, values, .. }| (values.cuda().part(0..n * k), n, k));
     let mut dh = dh.cuda_mut();
     let (rows, stride, mut room) = (head.chunk_rows(), head.stride(), head.room());
-    let group = (GROUP * rows).min(head.tokens);
+    let group = (GROUPS[usize::from(head.part.rows_max > LARGE)] * rows).min(head.tokens);
     let mut dlogits = Memory::scratch(group * stride * DType::Bf16.bytes());
     let mut numbers = Memory::scratch(2 * rows * size_of::<f32>());
     for whole in head.chunks(group.max(1)) {

@@ -31,7 +31,7 @@ pub struct Engine {
     pages: Vec<usize>,
     /// The decoder, from the first decode step until the cache is released.
     decoder: Option<Decoder>,
-    /// The reason why decode steps on a GPU use no graphs, after a capture failed.
+    /// The reason why decode steps of the last call used no graphs, after a capture failed on a GPU.
     refused: Option<String>,
     /// Mean number of new tokens in the responses of the last call.
     new_tokens_before: Option<usize>,
@@ -60,7 +60,7 @@ impl Engine {
         }
     }
 
-    /// The reason why decode steps no longer use graphs, if a capture failed.
+    /// The reason why decode steps of the last call used no graphs, if a capture failed.
     pub fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
     }
@@ -109,6 +109,8 @@ impl Engine {
         if queue.is_some() {
             scheduler.open();
         }
+        // Memory that was short may be free again.
+        self.refused = None;
         let mut run = Run {
             model,
             rng,

@@ -280,7 +280,7 @@ impl Run<'_> {
     }
 
     /// Captures the graph of a shape, unless it exists. `ahead` steps are in flight. Returns false if a rank cannot
-    /// capture it: then none tries again.
+    /// capture it: then none tries again in this call of `generate`.
     fn capture(&mut self, shape: Shape, ahead: usize) -> bool {
         let model = self.model;
         let decoder = self.decoder.as_mut().and_then(|kept| kept.as_mut()).expect("a batch has a decoder");
@@ -304,6 +304,7 @@ impl Run<'_> {
             null::times(0.0, || tables.rehearse(&mut step));
         }
         let (made, calls) = Calls::capture(|| decoder.graphs.capture(shape, || step(tables)));
+        decoder.calls.retain(|(of, _)| decoder.graphs.has(of));
         decoder.calls.push((shape, calls));
         let why = made.err().map(|why| format!("{why} (rank {} of the tensor axis)", tensor.rank()));
         *self.refused = tensor.first_words(why.as_deref().unwrap_or_default());

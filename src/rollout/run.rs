@@ -191,7 +191,7 @@ pub(super) struct Run<'a> {
     pub cache: &'a mut [LayerCache],
     /// The decoder of graphs, if decode steps may be graphs.
     pub decoder: Option<&'a mut Option<Decoder>>,
-    /// The reason why a graph capture failed. After a failure, none is tried again.
+    /// The reason why a graph capture failed. After a failure, none is tried again in this call.
     pub refused: &'a mut Option<String>,
     pub limits: Limits,
     pub steps: DecodeSteps,

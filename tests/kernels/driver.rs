@@ -80,8 +80,8 @@ fn gpus_of_8_x_and_9_0_load_cubins_and_newer_ones_load_ptx_without_nvrtc() {
     for (capability, code) in [
         ("86", "cubins for sm_80"),
         ("90", "cubins for sm_90a"),
-        ("100", "PTX for compute_80"),
-        ("120", "PTX for compute_80"),
+        ("100", "PTX, compiled by a driver for CUDA 13.0 for sm_100"),
+        ("120", "PTX, compiled by a driver for CUDA 13.0 for sm_120"),
     ] {
         let mut info = command("13000", cache.path(), &["info"]);
         let text = written(info.env("EMULATED_CAPABILITY", capability).env("RLHF_NVRTC", "/nowhere/libnvrtc.so"));
@@ -198,8 +198,8 @@ fn a_driver_that_rejects_the_cubins_gets_those_of_nvrtc_which_are_cached() {
         let mut info = command("12020", cache.path(), &["info"]);
         let text = written(info.env("RLHF_NVRTC", emulation::gpu()));
         let loaded = line(&text, "loaded");
-        let counts = format!("for sm_80: {compiled} sources compiled now, {} read from the cache", all - compiled);
-        assert!(loaded.starts_with("loaded     NVRTC 0.1") && loaded.contains(&counts), "{loaded}");
+        let counts = format!("): {compiled} sources compiled now, {} read from the cache", all - compiled);
+        assert!(loaded.starts_with("loaded     NVRTC 0.1 for sm_80 (") && loaded.contains(&counts), "{loaded}");
         assert!(loaded.contains("CUDA_ERROR_INVALID_IMAGE"), "{loaded}");
     }
 }

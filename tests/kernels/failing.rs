@@ -112,18 +112,21 @@ fn a_job_resumes_from_the_checkpoint_committed_before_the_gpu_failed() {
 }
 
 #[test]
-fn a_graph_without_memory_is_logged_and_its_kernels_are_launched_one_by_one() {
+fn a_graph_without_memory_is_logged_its_kernels_are_launched_one_by_one_and_the_next_rollout_tries_again() {
     let Some(dir) = emulated(CONFIG) else { return };
     let at = dir.path();
     let Ended { code, flat, .. } = job(at, 1, "ordinary", "rollout.graphs=false", &[]);
     assert!(code == Some(0) && flat.contains("no CUDA graphs (rollout.graphs = false)"), "{flat}");
     let Ended { code, flat, failed, .. } = failing(at, "refused", "", "cuGraphInstantiateWithFlags:1:2");
     assert!(failed && code == Some(0) && !flat.contains("error: "), "{flat}");
-    let why = "CUDA graph capture failed, decoding without graphs: ";
+    let why = "CUDA graph capture failed, decoding without graphs until the next rollout: ";
     assert!(flat.contains(why) && flat.contains("cuGraphInstantiate: CUDA_ERROR_OUT_OF_MEMORY"), "{flat}");
     let [ordinary, refused] = ["ordinary", "refused"].map(|name| {
         let entropies = metrics(at, name).into_iter().map(|step| step["entropy"].clone());
         entropies.collect::<Vec<_>>()
     });
     assert_eq!(ordinary, refused);
+    let launches = metrics(at, "refused").into_iter().map(|step| step["gpu_graph_launches"].as_f64());
+    let launches: Vec<f64> = launches.map(|count| count.expect("a number")).collect();
+    assert!(launches[0] == 0.0 && launches[1] > 0.0, "{launches:?}");
 }

@@ -1,7 +1,7 @@
 //! Graphs, cached memory, and asynchronous copies: the guarantees of `Gpu` on every device.
 
 use crate::{device, numbers, refused};
-use rlhf_hpc::device::cuda::graph::Graphs;
+use rlhf_hpc::device::cuda::graph::{GRAPHS_MAX, Graphs};
 use rlhf_hpc::device::cuda::{Memory, Stream, copy};
 use rlhf_hpc::dtype::DType;
 
@@ -70,6 +70,24 @@ fn alternating_graphs_are_captured_once_and_keep_memory_of_their_own() {
     let before = gpu.usage().in_use;
     drop(graphs);
     assert_eq!(gpu.usage().in_use, before - 4 * LEN);
+}
+
+#[test]
+fn of_too_many_graphs_the_one_unused_for_the_longest_time_is_dropped() {
+    let (_gpu, _one) = device();
+    let x = Memory::from_values(&numbers(7, LEN));
+    let mut y = Memory::from_values(&numbers(8, LEN));
+    let mut graphs = Graphs::default();
+    for key in 0..GRAPHS_MAX {
+        graphs.capture(key, || add(&x, &mut y)).expect("a graph");
+    }
+    graphs.replay(&0);
+    graphs.capture(GRAPHS_MAX, || add(&x, &mut y)).expect("a graph");
+    let kept: Vec<usize> = (0..=GRAPHS_MAX).filter(|key| graphs.has(key)).collect();
+    assert!(kept.len() == GRAPHS_MAX && !kept.contains(&1), "{kept:?}");
+    graphs.replay(&0);
+    let own = numbers(7, LEN);
+    assert_eq!(y.read::<f32>(LEN), sums(&own, &sums(&own, &numbers(8, LEN))));
 }
 
 #[test]

@@ -24,7 +24,7 @@ pub fn scene(name: &str, world: &World) {
         "end together" => ends_together(world),
         "weights moved on one rank" => moved(world),
         "one rank does not launch" => {
-            let (calls, graph, x) = summed(world);
+            let (calls, mut graph, x) = summed(world);
             // Set only now: on a busy machine, the start alone takes longer.
             abort::install(world, None, Some(Duration::from_millis(500)));
             if world.rank == 1 {

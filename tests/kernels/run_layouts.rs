@@ -182,8 +182,12 @@ fn a_checkpoint_of_sharded_weights_resumes_on_the_cpu_and_in_another_layout() {
 #[test]
 fn the_banner_shows_the_collective_backend_and_the_reason() {
     let Some(dir) = emulated(jobs::CONFIG) else { return };
-    let (two, one) = (("EMULATED_GPUS", "2"), ("EMULATED_GPUS", "1"));
-    let nowhere = ("RLHF_NCCL_LIB", "/nowhere/libnccl.so.2");
+    let (two, one) = (&[("EMULATED_GPUS", "2")][..], &[("EMULATED_GPUS", "1")][..]);
+    let nowhere = &[("RLHF_NCCL_LIB", "/nowhere/libnccl.so.2")][..];
+    let instances = [two, &[("EMULATED_MIG", "1")]].concat();
+    let shares = [one, &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")]].concat();
+    let shares_by_newer = [&shares[..], &[("EMULATED_NCCL_VERSION", "23003")]].concat();
+    let mixed = [two, &[("EMULATED_CAPABILITY_1", "90")]].concat();
     // Two ranks that share a GPU, or that have one each and NCCL.
     for (sets, env, runs, words) in [
         ("mesh.data=2", one, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
@@ -194,12 +198,22 @@ fn the_banner_shows_the_collective_backend_and_the_reason() {
             true,
             "tensor: MPI through the host, because job.collectives = \"mpi\"",
         ),
+        ("mesh.data=2", &instances, true, "data: MPI through the host, because ranks 0 and 1 share a GPU"),
+        (
+            "mesh.data=2",
+            &shares,
+            true,
+            "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE needs NCCL 2.30.3 or later (this is 2.21.5)",
+        ),
+        ("mesh.tensor=2", &shares_by_newer, true, "tensor: NCCL 2.30.3"),
+        ("mesh.data=2", &mixed, true, "data: NCCL 2.21.5"),
+        ("mesh.tensor=2", &mixed, false, "ranks of a tensor group need the same kernels: rank 0 has "),
         ("job.collectives=nccl", one, false, "the data axis cannot use NCCL because ranks 0 and 1 share a GPU"),
         ("job.collectives=nccl", nowhere, false, "because rank 0: /nowhere/libnccl"),
         ("job.collectives=nccl job.device=cpu", one, false, "job.collectives = \"nccl\" needs GPUs"),
     ] {
         let mut command = command(2, dir.path(), &format!("run --dry-run sft.toml {sets}"));
-        let done = command.env(env.0, env.1).output().expect("mpirun starts");
+        let done = command.envs(env.iter().copied()).output().expect("mpirun starts");
         assert!(done.status.success() == runs && flat(&done).contains(words), "{sets:?}: {}", flat(&done));
     }
 }

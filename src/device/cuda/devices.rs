@@ -1,7 +1,7 @@
 //! The GPUs that the driver shows, without starting work on any.
 
 pub use super::sys::NoGpu;
-use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult, check};
+use super::sys::{self, CUcomputemode, CUdevice, CUdevice_attribute as Attribute, CUresult, CUuuid, check};
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
@@ -18,8 +18,11 @@ pub struct Properties {
     pub capability: (u32, u32),
     /// The shared memory that one block may ask for.
     pub shared_bytes_max: usize,
-    /// The PCI address: `0000:3b:00.0`.
+    /// The PCI address: `0000:3b:00.0`. MIG instances of a GPU have the same one.
     pub pci: String,
+    /// The UUID of the GPU, or of the MIG instance, without the prefix that nvidia-smi -L writes:
+    /// `5c1b2b9c-90b4-8a3e-7f5d-4c2c17f0e6aa`.
+    pub uuid: String,
     /// Its NUMA node, if the system knows it.
     pub numa: Option<usize>,
 }
@@ -115,11 +118,12 @@ pub(super) fn handle(index: c_int) -> Result<CUdevice> {
 fn properties(index: c_int) -> Result<Properties> {
     let device = handle(index)?;
     let (mut name, mut pci) = ([0 as c_char; 256], [0 as c_char; 32]);
-    let mut memory_bytes = 0;
+    let (mut uuid, mut memory_bytes) = (CUuuid { bytes: [0; 16] }, 0);
     // SAFETY: the strings are written within their lengths and end in 0.
     let (name, pci) = unsafe {
         check("cuDeviceGetName", sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
         check("cuDeviceGetPCIBusId", sys::cuDeviceGetPCIBusId(pci.as_mut_ptr(), pci.len() as c_int, device))?;
+        check("cuDeviceGetUuid", sys::cuDeviceGetUuid_v2(&raw mut uuid, device))?;
         check("cuDeviceTotalMem", sys::cuDeviceTotalMem_v2(&raw mut memory_bytes, device))?;
         [name.as_ptr(), pci.as_ptr()].map(|at| CStr::from_ptr(at).to_string_lossy().into_owned()).into()
     };
@@ -137,7 +141,14 @@ fn properties(index: c_int) -> Result<Properties> {
         shared_bytes_max: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         numa: numa_node(Path::new("/sys/bus/pci/devices"), &pci),
         pci,
+        uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
     })
+}
+
+/// A UUID in the form of RFC 9562: groups of 8, 4, 4, 4 and 12 digits.
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let digits = format!("{:032x}", u128::from_be_bytes(bytes));
+    [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]).join("-")
 }
 
 fn number(device: CUdevice, attribute: Attribute) -> Result<usize> {
@@ -178,6 +189,12 @@ mod tests {
         assert_eq!(sysfs_name("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(sysfs_name("0000:AF:00.0"), "0000:af:00.0");
         assert_eq!(sysfs_name("00010000:01:00.0"), "00010000:01:00.0");
+    }
+
+    #[test]
+    fn a_uuid_has_the_spelling_of_nvidia_smi() {
+        let bytes = std::array::from_fn(|i| (0x11 * i) as u8);
+        assert_eq!(uuid_text(bytes), "00112233-4455-6677-8899-aabbccddeeff");
     }
 
     #[test]

@@ -163,8 +163,13 @@ impl Gpu {
     }
 
     /// A description of the origin of its kernels.
-    pub fn origin(&self) -> &str {
-        &self.kernels.origin
+    pub fn origin(&self) -> String {
+        self.kernels.origin()
+    }
+
+    /// The name of its kernels' machine code, equal on two GPUs only if the code is.
+    pub fn code(&self) -> &str {
+        &self.kernels.code
     }
 
     /// Sets the GPU's context on this thread. CUDA libraries use the current context.

@@ -5,9 +5,13 @@ use super::gpu::gpu;
 use super::null_driver;
 use super::pool::Free;
 
+/// The most graphs that are kept. Each takes some MiB of the memory of its GPU (`bench/LOG.md`).
+pub const GRAPHS_MAX: usize = 64;
+
 /// Graphs by key that are never replayed at the same time: they share the memory that they write to.
 #[derive(Debug)]
 pub struct Graphs<K> {
+    /// The last one is the one replayed last.
     graphs: Vec<(K, Captured)>,
     held: Free,
 }
@@ -25,7 +29,8 @@ impl<K: PartialEq> Graphs<K> {
         !null_driver::is_active() && self.graphs.iter().any(|(of, _)| of == key)
     }
 
-    /// Captures the launches of `work` as the graph of `key`. `work` frees all memory that it allocates.
+    /// Captures the launches of `work` as the graph of `key`. `work` frees all memory that it allocates. Of `GRAPHS_MAX`
+    /// graphs, the one that was not replayed for the longest time is dropped.
     ///
     /// # Errors
     /// The reason why it cannot be captured. Nothing was run.
@@ -34,14 +39,19 @@ impl<K: PartialEq> Graphs<K> {
         work();
         let (steps, held) = gpu().captured();
         self.held = held;
+        if self.graphs.len() >= GRAPHS_MAX {
+            self.graphs.remove(0);
+        }
         self.graphs.push((key, steps?));
         Ok(())
     }
 
     /// Starts the graph of `key` after all earlier work of the stream.
-    pub fn replay(&self, key: &K) {
-        let graph = self.graphs.iter().find(|(of, _)| of == key);
-        gpu().replay(&graph.expect("a graph must be captured before it is replayed").1);
+    pub fn replay(&mut self, key: &K) {
+        let at = self.graphs.iter().position(|(of, _)| of == key);
+        let at = at.expect("a graph must be captured before it is replayed");
+        self.graphs[at..].rotate_left(1);
+        gpu().replay(&self.graphs.last().expect("it was found").1);
     }
 }
 

@@ -22,8 +22,10 @@ const ALL_SHARED: c_int = 100;
 #[derive(Debug)]
 pub struct Kernels {
     functions: FxHashMap<&'static str, Function>,
-    /// A description of their origin.
-    pub origin: String,
+    /// The name of their machine code, equal on two GPUs only if the code is.
+    pub code: String,
+    /// The rest of a description of their origin.
+    found: String,
 }
 
 /// A kernel on the GPU, and its limits.
@@ -53,14 +55,14 @@ impl Kernels {
     pub fn load(gpu: &Properties, driver: (i32, i32)) -> Result<Self> {
         if null_driver::is_active() {
             let found = KERNELS.iter().map(|kernel| Ok((kernel.name, function(ptr::null_mut(), kernel.name, gpu)?)));
-            return Ok(Self { functions: found.collect::<Result<_>>()?, origin: "no GPU".into() });
+            return Ok(Self { functions: found.collect::<Result<_>>()?, code: "no GPU".into(), found: String::new() });
         }
-        let embedded = embedded_images(gpu.capability).and_then(|(images, origin)| {
+        let embedded = embedded_images(gpu.capability, driver).and_then(|(images, code)| {
             let functions = functions(&images, gpu).map_err(|error| error.message)?;
-            Ok(Self { functions, origin })
+            Ok(Self { functions, code, found: String::new() })
         });
         embedded.or_else(|why| {
-            let (images, origin) = compiled_images(gpu.capability, driver, &why).map_err(|no_nvrtc| {
+            let (images, [code, found]) = compiled_images(gpu.capability, driver, &why).map_err(|no_nvrtc| {
                 let (major, minor) = driver;
                 Error::usage(format!(
                     "no kernels for {} with the driver for CUDA {major}.{minor}: {why}; NVRTC cannot compile them: \
@@ -69,8 +71,13 @@ impl Kernels {
                 ))
                 .hint("build with an nvcc that is no newer than the driver, or set RLHF_NVRTC to the path of an NVRTC")
             })?;
-            Ok(Self { functions: functions(&images, gpu)?, origin })
+            Ok(Self { functions: functions(&images, gpu)?, code, found })
         })
+    }
+
+    /// A description of their origin.
+    pub fn origin(&self) -> String {
+        format!("{}{}", self.code, self.found)
     }
 
     /// The resources of each kernel, in the order of the sources.
@@ -180,19 +187,25 @@ fn compiled_arch(capability: (u32, u32)) -> std::result::Result<String, String> 
     }
 }
 
-/// The embedded cubins or PTX for this GPU, and a description.
+/// The embedded cubins or PTX for this GPU, and the name of their code. `driver` is the driver's CUDA version.
 ///
 /// # Errors
 /// The reason why there are none.
-fn embedded_images(capability: (u32, u32)) -> std::result::Result<(Images, String), String> {
+fn embedded_images(
+    capability: (u32, u32),
+    (major, minor): (i32, i32),
+) -> std::result::Result<(Images, String), String> {
     let arch = embedded_arch(capability).ok_or_else(|| too_old(capability))?;
     // A copy in its own allocation is aligned as the driver needs; bytes in the binary are not. PTX ends in 0.
     let images: Images = embedded::images(arch).map(|image| (image.source, [image.bytes, &[0]].concat())).collect();
     if images.is_empty() {
         return Err(format!("the binary has no kernels for {arch}: {COMPILER}"));
     }
-    let kind = if arch == PTX { "PTX" } else { "cubins" };
-    Ok((images, format!("the binary's {kind} for {arch}")))
+    let code = match (arch, compiled_arch(capability)?) {
+        (PTX, target) => format!("the binary's PTX, compiled by a driver for CUDA {major}.{minor} for {target}"),
+        _ => format!("the binary's cubins for {arch}"),
+    };
+    Ok((images, code))
 }
 
 /// Whether the driver or NVRTC has to compile for this GPU, as far as that is known before loading. A driver does not
@@ -208,7 +221,7 @@ fn major_of(compiler: &str) -> Option<i32> {
     compiler.split_whitespace().next_back()?.split('.').next()?.parse().ok()
 }
 
-/// The cubins that the site's NVRTC compiles for this GPU, and a description; `why` is the reason for compiling.
+/// The cubins that the site's NVRTC compiles for this GPU, the name of their code, and how they were found; `why` is the reason for compiling.
 /// `driver` is the driver's CUDA version: it loads cubins of every minor version of its major version, and of no later
 /// one.
 ///
@@ -218,7 +231,7 @@ fn compiled_images(
     capability: (u32, u32),
     driver: (i32, i32),
     why: &str,
-) -> std::result::Result<(Images, String), String> {
+) -> std::result::Result<(Images, [String; 2]), String> {
     let arch = compiled_arch(capability)?;
     let (library, nvrtc) = library::NVRTC.open(|path| {
         let nvrtc = Nvrtc::open(path)?;
@@ -229,11 +242,10 @@ fn compiled_images(
     })?;
     let made = cache::cubins(&nvrtc, &arch, cache::directory().as_deref())?;
     let (compiled, kept, (major, minor)) = (made.compiled, made.list.len() - made.compiled, nvrtc.version);
-    let origin = format!(
-        "NVRTC {major}.{minor} ({}) for {arch}: {compiled} sources compiled now, {kept} read from the cache ({why})",
-        library.display()
-    );
-    Ok((made.list, origin))
+    let code = format!("NVRTC {major}.{minor} for {arch}");
+    let found =
+        format!(" ({}): {compiled} sources compiled now, {kept} read from the cache ({why})", library.display());
+    Ok((made.list, [code, found]))
 }
 
 #[cfg(test)]
@@ -253,12 +265,12 @@ mod tests {
     #[test]
     fn kernels_are_embedded_for_every_gpu_from_8_0_on_or_a_build_without_a_compiler_needs_nvrtc() {
         for (capability, what) in [((8, 6), "cubins"), ((9, 0), "cubins"), ((10, 0), "PTX"), ((12, 0), "PTX")] {
-            match embedded_images(capability) {
-                Ok((images, origin)) => assert!(images.len() == embedded::units().count() && origin.contains(what)),
+            match embedded_images(capability, (13, 0)) {
+                Ok((images, code)) => assert!(images.len() == embedded::units().count() && code.contains(what)),
                 Err(why) => assert!(embedded::CUBINS.is_empty() && why.contains(COMPILER), "{why}"),
             }
         }
-        assert!(embedded_images((7, 5)).expect_err("too old").contains("7.5"));
+        assert!(embedded_images((7, 5), (13, 0)).expect_err("too old").contains("7.5"));
     }
 
     #[test]

@@ -178,6 +178,7 @@ functions! {
     cuDeviceGet(device: *mut CUdevice, index: c_int);
     cuDeviceGetName(name: *mut c_char, len: c_int, device: CUdevice);
     cuDeviceGetPCIBusId(pci: *mut c_char, len: c_int, device: CUdevice);
+    cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) => bytes.write(null::memory_bytes());
     cuDeviceGetAttribute(value: *mut c_int, attribute: CUdevice_attribute, device: CUdevice) => value.write(null::attribute(attribute));
     cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);

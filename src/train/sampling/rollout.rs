@@ -205,7 +205,7 @@ impl Collector {
         }
         let why = run.ranks.axes.all.first_words(self.engine.refused().unwrap_or_default());
         let Some(why) = why else { return };
-        run.recorder.warn(&format!("CUDA graph capture failed, decoding without graphs: {why}"));
+        run.recorder.warn(&format!("CUDA graph capture failed, decoding without graphs until the next rollout: {why}"));
         self.graphs_logged = true;
     }
 

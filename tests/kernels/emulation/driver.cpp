@@ -322,7 +322,14 @@ API cuDeviceGetName(char* name, int length, int) {
 
 API cuDeviceGetPCIBusId(char* name, int length, int device) {
     TOLD;
-    std::snprintf(name, static_cast<size_t>(length), "00000000:%02X:00.0", device ? 0xae + device : 0x3b);
+    std::snprintf(name, static_cast<size_t>(length), "00000000:%02X:00.0", device && !std::getenv("EMULATED_MIG") ? 0xae + device : 0x3b);
+    return Success;
+}
+
+// MIG instances of one GPU have the same PCI address: with EMULATED_MIG every GPU is one.
+API cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    TOLD;
+    for (int i = 0; i < 16; i++) uuid[i] = static_cast<unsigned char>(i ? 0x10 + i : device);
     return Success;
 }
 
@@ -332,12 +339,18 @@ API cuDeviceTotalMem_v2(size_t* bytes, int) {
     return Success;
 }
 
-API cuDeviceGetAttribute(int* value, int attribute, int) {
+// The compute capability of a GPU: that of the second one may be another.
+static int capability(int device) {
+    const int first = setting("EMULATED_CAPABILITY", 80);
+    return device == 1 ? setting("EMULATED_CAPABILITY_1", first) : first;
+}
+
+API cuDeviceGetAttribute(int* value, int attribute, int device) {
     TOLD;
     switch (attribute) {
         case 16: *value = 108; return Success;          // multiprocessors
-        case 75: *value = setting("EMULATED_CAPABILITY", 80) / 10; return Success;  // major
-        case 76: *value = setting("EMULATED_CAPABILITY", 80) % 10; return Success;  // and minor
+        case 75: *value = capability(device) / 10; return Success;  // major
+        case 76: *value = capability(device) % 10; return Success;  // and minor
         case 97: *value = SHARED_MAX; return Success;   // shared memory of a block
         case 20: *value = setting("EMULATED_MODE", 0); return Success;  // compute mode
         default: return InvalidValue;

@@ -162,7 +162,8 @@ uint8_t* part(void* at, size_t i, size_t bytes) { return static_cast<uint8_t*>(a
     } while (0)
 
 API ncclGetVersion(int* version) {
-    *version = 22105;
+    const char* set = std::getenv("EMULATED_NCCL_VERSION");
+    *version = set ? std::atoi(set) : 22105;
     return Success;
 }
 
