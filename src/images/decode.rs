@@ -1,10 +1,16 @@
 //! Decoding of JPEG and PNG files, with limits that are checked before memory is allocated.
+//!
+//! A JPEG file does not say which pixels it means exactly. Processors see those of libjpeg-turbo, with its exact inverse
+//! DCT and smooth interpolation of colors. Of 636 files (4:4:4, 4:2:2, 4:2:0, gray and plain RGB; baseline and
+//! progressive; restarts; 1 x 1 to 640 x 480 pixels), `libjpeg-turbo-rs` and `mozjpeg` decode each to the same bits as
+//! Pillow. `zune-jpeg` is up to 42 of 255 away, and `jpeg-decoder` 35. The first is written in Rust.
 
 use std::io::Cursor;
 
-use image::codecs::{jpeg::JpegDecoder, png::PngDecoder};
+use image::codecs::png::PngDecoder;
 use image::metadata::Orientation;
-use image::{DynamicImage, ImageDecoder, ImageError, Limits};
+use image::{DynamicImage, ImageDecoder, ImageError, Limits, RgbImage};
+use libjpeg_turbo_rs::{DecodeLimits, Decoder as JpegDecoder, JpegError, PixelFormat};
 
 use crate::error::{Error, Result, format_bytes};
 
@@ -34,10 +40,10 @@ pub(super) fn decode(file: &[u8]) -> Result<Pixels> {
     if file.len() > FILE_BYTES_MAX {
         return Err(too_large(&format_bytes(file.len() as u64), &format_bytes(FILE_BYTES_MAX as u64)));
     }
-    let mut limits = Limits::no_limits();
-    limits.max_alloc = Some(DECODER_BYTES_MAX);
-    let wrong = |e: ImageError| damaged(&e);
     if file.starts_with(PNG) {
+        let wrong = |e: ImageError| damaged(&e);
+        let mut limits = Limits::no_limits();
+        limits.max_alloc = Some(DECODER_BYTES_MAX);
         if file.get(24) == Some(&16) && file.get(25) == Some(&0) {
             return Err(refused("has 16-bit gray values").hint("convert it to 8 bits per value"));
         }
@@ -46,15 +52,11 @@ pub(super) fn decode(file: &[u8]) -> Result<Pixels> {
         if decoder.is_apng().map_err(wrong)? {
             return Err(animated("PNG"));
         }
-        return pixels(decoder);
+        return png(decoder);
     }
     if file.starts_with(JPEG) {
         check_jpeg(file)?;
-        let mut decoder = JpegDecoder::new(Cursor::new(file)).map_err(wrong)?;
-        let (width, height) = decoder.dimensions();
-        check_size(width, height)?;
-        decoder.set_limits(limits).map_err(wrong)?;
-        return pixels(decoder);
+        return jpeg(file);
     }
     Err(foreign(file))
 }
@@ -66,11 +68,33 @@ fn check_size(width: u32, height: u32) -> Result<()> {
     Err(too_large(&format!("{width} x {height} pixels"), &format!("{PIXELS_MAX} pixels")))
 }
 
-fn pixels(mut decoder: impl ImageDecoder) -> Result<Pixels> {
-    // An unreadable orientation counts as none, as in Pillow.
-    let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?;
-    image.apply_orientation(orientation);
+fn jpeg(file: &[u8]) -> Result<Pixels> {
+    let wrong = |e: JpegError| match e {
+        JpegError::LimitExceeded { .. } | JpegError::AllocationFailed { .. } => needs_memory(),
+        JpegError::Unsupported(what) => refused(&format!("cannot be decoded: {what}")),
+        other => truncated(&format!(": {other}")),
+    };
+    let limits = DecodeLimits { max_memory: Some(DECODER_BYTES_MAX), ..DecodeLimits::default() };
+    let mut decoder = JpegDecoder::new_with_limits(file, limits).map_err(wrong)?;
+    check_size(decoder.header().width.into(), decoder.header().height.into())?;
+    decoder.set_output_format(PixelFormat::Rgb);
+    // Of files whose last details are missing, as in libjpeg.
+    decoder.set_block_smoothing(true);
+    let orientation = decoder.exif_orientation().and_then(Orientation::from_exif);
+    let image = decoder.decode_image().map_err(wrong)?;
+    let image = RgbImage::from_raw(image.width as u32, image.height as u32, image.data);
+    let image = image.ok_or_else(|| truncated(": pixels are missing"))?;
+    turned(DynamicImage::ImageRgb8(image), orientation)
+}
+
+fn png(mut decoder: impl ImageDecoder) -> Result<Pixels> {
+    let orientation = decoder.orientation().ok();
+    turned(DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?, orientation)
+}
+
+/// An image in its orientation. An unreadable one counts as none, as in Pillow.
+fn turned(mut image: DynamicImage, orientation: Option<Orientation>) -> Result<Pixels> {
+    image.apply_orientation(orientation.unwrap_or(Orientation::NoTransforms));
     let (width, height) = (image.width() as usize, image.height() as usize);
     // Pillow keeps the upper 8 bits of 16.
     let upper = |all: Vec<u16>| all.into_iter().map(|value| (value >> 8) as u8).collect::<Vec<_>>();
@@ -96,13 +120,13 @@ fn pixels(mut decoder: impl ImageDecoder) -> Result<Pixels> {
 fn check_jpeg(file: &[u8]) -> Result<()> {
     let mut at = 2;
     loop {
-        let Some(&[0xff, marker]) = file.get(at..at + 2) else { return Err(truncated()) };
+        let Some(&[0xff, marker]) = file.get(at..at + 2) else { return Err(truncated("")) };
         // 0xff fills, and these markers have no segment.
         if marker == 0xff || marker == 0x01 || (0xd0..=0xd7).contains(&marker) {
             at += if marker == 0xff { 1 } else { 2 };
             continue;
         }
-        let Some(&[high, low]) = file.get(at + 2..at + 4) else { return Err(truncated()) };
+        let Some(&[high, low]) = file.get(at + 2..at + 4) else { return Err(truncated("")) };
         let end = at + 2 + usize::from(u16::from_be_bytes([high, low]));
         let is_frame = (0xc0..=0xcf).contains(&marker) && ![0xc4, 0xc8, 0xcc].contains(&marker);
         if is_frame && file.get(at + 9) == Some(&4) {
@@ -111,7 +135,7 @@ fn check_jpeg(file: &[u8]) -> Result<()> {
         if marker == 0xda {
             // Compressed data has no end marker inside.
             let has_end = file.get(end..).is_some_and(|data| data.windows(2).any(|pair| pair == [0xff, 0xd9]));
-            return if has_end { Ok(()) } else { Err(truncated()) };
+            return if has_end { Ok(()) } else { Err(truncated("")) };
         }
         at = end;
     }
@@ -129,16 +153,20 @@ fn too_large(found: &str, most: &str) -> Error {
     refused(&format!("is too large ({found}; at most {most})")).hint("make it smaller: models see fewer pixels anyway")
 }
 
-fn truncated() -> Error {
-    refused("is truncated or damaged").hint("copy the file again")
+fn needs_memory() -> Error {
+    refused("needs too much memory to be decoded")
+}
+
+fn truncated(how: &str) -> Error {
+    refused(&format!("is truncated or damaged{how}")).hint("copy the file again")
 }
 
 fn damaged(error: &ImageError) -> Error {
     match error {
-        ImageError::Limits(_) => refused("needs too much memory to be decoded"),
+        ImageError::Limits(_) => needs_memory(),
         ImageError::Unsupported(e) => refused(&format!("cannot be decoded: {e}")),
         // The decoder's text for a missing part depends on where the file ends.
-        other => refused(&format!("is truncated or damaged: {other}")).hint("copy the file again"),
+        other => truncated(&format!(": {other}")),
     }
 }
 

@@ -1,7 +1,10 @@
 //! Bicubic resizing with antialiasing, with the same bits as Pillow's `resize(..., BICUBIC)` on any machine.
 //!
 //! Torchvision, which the processors of `transformers` 5 use by default, differs from it by at most 1 of 255 in a value,
-//! and by the instructions of the CPU. Data sets are opened with Pillow, and its arithmetic is in integers.
+//! and by the instructions of the CPU. Data sets are opened with Pillow, and its arithmetic is in integers. Rows come
+//! before columns, as in Pillow before 12.3 and in torchvision. Pillow 13 begins with the columns if the height shrinks by
+//! more than twice as many pixels as the width: the same pixels, but for a few of 255 next to hard edges, where the first
+//! pass cuts off what exceeds 8 bits.
 
 use super::decode::Pixels;
 

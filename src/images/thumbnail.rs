@@ -1,7 +1,6 @@
 //! Small images for records of samples.
 
-use image::codecs::jpeg::JpegEncoder;
-use image::{ExtendedColorType, ImageEncoder};
+use libjpeg_turbo_rs::{PixelFormat, Subsampling, compress};
 
 use super::decode::decode;
 use super::resize::resize;
@@ -20,9 +19,6 @@ pub fn thumbnail(file: &[u8]) -> Result<Vec<u8>> {
     let long = image.height.max(image.width).max(SIDE);
     let [height, width] = [image.height, image.width].map(|side| (side * SIDE / long).max(1));
     let small = resize(image, height, width);
-    let mut out = Vec::new();
-    let encoder = JpegEncoder::new_with_quality(&mut out, QUALITY);
-    let encoded = encoder.write_image(&small.rgb, width as u32, height as u32, ExtendedColorType::Rgb8);
-    encoded.map_err(|e| Error::fault(format!("cannot encode a small image: {e}")))?;
-    Ok(out)
+    compress(&small.rgb, width, height, PixelFormat::Rgb, QUALITY, Subsampling::S420)
+        .map_err(|e| Error::fault(format!("cannot encode a small image: {e}")))
 }

@@ -23,6 +23,17 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers import Qwen2VLImageProcessor
 
 OUT = pathlib.Path(__file__).with_suffix("")
+pillow_resize = Image.Image.resize
+
+
+def rows_first(image, size, *more, **options):
+    """Pillow's `resize`, rows before columns: as Pillow before 12.3, and torchvision. Pillow 13 begins with the columns if
+    the height shrinks by more than twice as many pixels as the width."""
+    rows = pillow_resize(image, (size[0], image.height), *more, **options)
+    return pillow_resize(rows, size, *more, **options)
+
+
+Image.Image.resize = rows_first
 SETTINGS = {
     "small": {"patch_size": 4, "size": {"shortest_edge": 1024, "longest_edge": 4096}},
     "qwen2_5": {"size": {"shortest_edge": 3136, "longest_edge": 12845056}},
@@ -63,6 +74,11 @@ def files():
     yield "422.jpg", smooth, {"quality": 92, "subsampling": 1}, "qwen3"
     yield "420.jpg", smooth, {"quality": 75, "subsampling": 2}, "qwen3"
     yield "progressive.jpg", smooth, {"quality": 80, "progressive": True}, "qwen3"
+    for height, width, sampling, more in [(17, 33, 2, {}), (33, 50, 1, {}), (3, 5, 2, {}), (1, 1, 2, {}), (50, 2, 2, {}),
+                                          (48, 65, 2, {"progressive": True}), (41, 31, 1, {"progressive": True}),
+                                          (40, 72, 2, {"restart_marker_blocks": 3}), (31, 47, 0, {"keep_rgb": True})]:
+        image = Image.fromarray(picture(height, width, 11, noise=30 * (width % 2)))
+        yield (f"{height}x{width}.jpg", image, {"subsampling": sampling, "quality": 60, **more}, "small")
     yield "gray.jpg", smooth.convert("L"), {"quality": 92}, "qwen3"
     for turn in range(1, 9):
         exif = Image.Exif()
@@ -71,6 +87,7 @@ def files():
             "exif": exif, "quality": 90, "subsampling": 0}, "small"
     exif = Image.Exif()
     exif[0x0112] = 6
+    yield "turned-420.jpg", smooth, {"exif": exif, "quality": 75}, "small"
     yield "turned.png", rgb, {"exif": exif}, "small"
 
 
