@@ -25,7 +25,7 @@ use std::path::PathBuf;
 - tokens, a list of n ids: logprobs is a list of n - 1 numbers, as the first token has none;
 - prompt and response, strings (the prompt is encoded with the tokenizer's own special tokens);
 - messages with images, and response;
-- prompt_tokens and tokens, as generate writes them.
+- prompt_tokens and tokens, as generate writes them, with the images of the prompt.
 With a response, logprobs has one number for each of its tokens, and tokens lists them.")]
 pub struct Args {
     /// a Hugging Face model directory
@@ -106,7 +106,9 @@ pub fn run(args: &Args) -> Result<()> {
 
 fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
     let ([prompt, response], images) = if row.contains_key("prompt_tokens") {
-        ([rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?], Vec::new())
+        let both = [rows::tokens(row, "prompt_tokens")?, rows::tokens(row, "tokens")?];
+        let images = texts.images(row, &both.concat())?;
+        (both, images)
     } else if !row.contains_key("tokens") && (row.contains_key("prompt") || has_images(row)) {
         if let Some(both) = texts.answered(row)? {
             both
@@ -116,7 +118,8 @@ fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
             ([tokenizer.encode(prompt, true)?, tokenizer.encode(response, false)?], Vec::new())
         }
     } else {
-        let (tokens, images) = (rows::tokens(row, "tokens")?, Vec::new());
+        let tokens = rows::tokens(row, "tokens")?;
+        let images = texts.images(row, &tokens)?;
         return Ok(ScoredRow { tokens, response: None, images, fields: Row::new() });
     };
     if prompt.is_empty() || response.is_empty() {

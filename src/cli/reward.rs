@@ -140,7 +140,9 @@ fn scored(row: &Row, texts: &Texts) -> Result<ScoredRow> {
 fn row_tokens(row: &Row, texts: &Texts) -> Result<(Vec<u32>, Vec<Image>)> {
     if row.contains_key("tokens") {
         let prompt = if row.contains_key("prompt_tokens") { rows::tokens(row, "prompt_tokens")? } else { Vec::new() };
-        return Ok(([prompt, rows::tokens(row, "tokens")?].concat(), Vec::new()));
+        let tokens = [prompt, rows::tokens(row, "tokens")?].concat();
+        let images = texts.images(row, &tokens)?;
+        return Ok((tokens, images));
     }
     if let Some((both, images)) = texts.answered(row)? {
         return Ok((both.concat(), images));

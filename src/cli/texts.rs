@@ -2,7 +2,7 @@
 
 use super::rows::{self, Row};
 use crate::config::data::DataConfig;
-use crate::data::images::has_images;
+use crate::data::images::{has_images, of_tokens};
 use crate::data::rows::{Reading, template_variables};
 use crate::data::{RowKind, sequences};
 use crate::error::{Error, Result};
@@ -82,6 +82,11 @@ impl Texts {
 
     /// The tokens of the prompt in a row: its `prompt`, `messages` or `tokens`. Also the images among them.
     pub fn prompt(&self, row: &Row) -> Result<(Vec<u32>, Vec<Image>)> {
+        if row.contains_key("tokens") {
+            let tokens = self.text_prompt(row)?;
+            let images = self.images(row, &tokens)?;
+            return Ok((tokens, images));
+        }
         if !has_images(row) {
             return Ok((self.text_prompt(row)?, Vec::new()));
         }
@@ -89,6 +94,11 @@ impl Texts {
         let config = self.config_of(row);
         let placed = sequences(row, self.reading(RowKind::Prompt, &config)?, &self.folder)?;
         Ok((placed.tokens.concat(), placed.images))
+    }
+
+    /// The images of a row that has its tokens, as `generate` writes them.
+    pub fn images(&self, row: &Row, tokens: &[u32]) -> Result<Vec<Image>> {
+        of_tokens(row, tokens, self.tokenizer.as_ref(), &self.folder)
     }
 
     /// The keys of a job that reads this row: rows with images go through the chat template, which places them.

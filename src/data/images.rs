@@ -53,17 +53,28 @@ impl Sequences {
             Err(e) if !sources.is_empty() => return Err(e),
             Err(_) => return Ok(Placed { tokens, images: Vec::new() }),
         };
-        let each = sources.iter().enumerate().map(|(i, source)| {
-            let image = of_source(source, images, folder);
-            image.map_err(|e| if sources.len() > 1 { e.within(format!("image {}", i + 1)) } else { e })
-        });
-        let mut found = each.collect::<Result<Vec<Image>>>()?;
-        let counts: Vec<usize> = found.iter().map(|image| image.tokens).collect();
-        for (image, at) in found.iter_mut().zip(images.expand(&mut tokens, &counts)?) {
-            image.at = at;
-        }
+        let found = of_sources(&sources, images, folder, |counts| images.expand(&mut tokens, counts))?;
         Ok(Placed { tokens, images: found })
     }
+}
+
+/// The images of sources, at the first tokens that `place` returns for their numbers of tokens.
+fn of_sources(
+    sources: &[Value],
+    images: &Images,
+    folder: &Path,
+    place: impl FnOnce(&[usize]) -> Result<Vec<usize>>,
+) -> Result<Vec<Image>> {
+    let each = sources.iter().enumerate().map(|(i, source)| {
+        let image = of_source(source, images, folder);
+        image.map_err(|e| if sources.len() > 1 { e.within(format!("image {}", i + 1)) } else { e })
+    });
+    let mut found = each.collect::<Result<Vec<Image>>>()?;
+    let counts: Vec<usize> = found.iter().map(|image| image.tokens).collect();
+    for (image, at) in found.iter_mut().zip(place(&counts)?) {
+        image.at = at;
+    }
+    Ok(found)
 }
 
 /// An image without its place.
@@ -71,8 +82,36 @@ fn of_source(source: &Value, images: &Images, folder: &Path) -> Result<Image> {
     let file = read(source, folder)?;
     // A decoder may panic on damaged bytes.
     let measured = abort::caught(|| images.processor.measure(&file));
-    let patches = measured.map_err(|e| if e.kind == Kind::Fault { Error::data(e.message) } else { e })?;
+    let measured = measured.map_err(|e| if e.kind == Kind::Fault { Error::data(e.message) } else { e });
+    let name = |value: &Value| value.as_str().filter(|text| !text.starts_with("data:")).map(str::to_owned);
+    let name = name(source).or_else(|| name(source.get("path")?));
+    let patches = measured.map_err(|e| name.map_or_else(|| e.clone(), |name| e.clone().within(name)))?;
     Ok(Image { at: 0, tokens: images.tokens(&patches), grid: patches.grid, hash: patches.hash, file: file.into() })
+}
+
+/// The images of a row among its `tokens`, which already have as many as each image needs. Paths start from `folder`.
+///
+/// # Errors
+/// Those of the rows of a job, and if the tokens have other places for images.
+pub fn of_tokens(
+    row: &Map<String, Value>,
+    tokens: &[u32],
+    tokenizer: Option<&Tokenizer>,
+    folder: &Path,
+) -> Result<Vec<Image>> {
+    let is_given = has_images(row);
+    let images = match tokenizer.map(Tokenizer::images) {
+        Some(Ok(images)) => images,
+        Some(Err(e)) if is_given => return Err(e),
+        None if is_given => return Err(Error::data("a row with images needs the model's tokenizer")),
+        _ => return Ok(Vec::new()),
+    };
+    let messages = ["messages", "prompt"].iter().find_map(|key| row.get(*key)?.as_array());
+    let sources = match (messages, tokenizer) {
+        (Some(messages), Some(tokenizer)) => lift(&mut messages.clone(), row, tokenizer)?,
+        _ => of_columns(row)?,
+    };
+    of_sources(&sources, images, folder, |counts| images.places(tokens, counts))
 }
 
 /// The tokens of a conversation that the assistant answers, and the images among them. Paths start from `folder`.

@@ -109,6 +109,29 @@ impl Images {
         }
         Ok(places)
     }
+
+    /// The first tokens of images with `counts` tokens each among `tokens`.
+    ///
+    /// # Errors
+    /// `Data`, if there are more or fewer tokens of images.
+    pub fn places(&self, tokens: &[u32], counts: &[usize]) -> Result<Vec<usize>> {
+        let is_image = |token: &u32| *token == self.token;
+        let (found, all) = (tokens.iter().filter(|token| is_image(token)).count(), counts.iter().sum::<usize>());
+        let mut end = 0;
+        let place = |count: &usize| {
+            let at = end + tokens[end..].iter().position(is_image)?;
+            end = at + count;
+            tokens.get(at..end)?.iter().all(is_image).then_some(at)
+        };
+        let places: Option<Vec<usize>> = counts.iter().map(place).collect();
+        places.filter(|_| found == all).ok_or_else(|| {
+            let images = plural(counts.len(), "image");
+            Error::data(format!(
+                "the row has {images} of {all} tokens in all, but {found} of its tokens are those of images"
+            ))
+            .hint("give the images that the tokens were made with")
+        })
+    }
 }
 
 /// `1 image`, `2 images`.

@@ -14,6 +14,7 @@ mod foreign;
 mod generate;
 mod gsm8k;
 mod hub;
+mod images;
 mod jobs;
 mod keys;
 mod migrate;

@@ -40,7 +40,9 @@ impl Fixture {
         write("tokenizer_config.json", &eos);
         write("config.json", &of_template["ids"]);
         write("preprocessor_config.json", &of_template["settings"]);
-        for name in ["rgb.png", "420.jpg", "tiny.png", "narrow.png", "turned-6.jpg", "cmyk.jpg", "animated.png"] {
+        let animated = ["animated.png", "animated.gif", "animated.webp"];
+        for name in ["rgb.png", "420.jpg", "tiny.png", "narrow.png", "turned-6.jpg", "cmyk.jpg"].iter().chain(&animated)
+        {
             fs::copy(golden_dir().join("images").join(name), dir.path().join(name)).unwrap();
         }
         let tokenizer = Arc::new(Tokenizer::load(dir.path()).unwrap());
@@ -267,12 +269,31 @@ fn errors_of_images_name_the_row() {
     fs::write(fixture.dir.path().join("half.png"), &whole[..3000]).unwrap();
     let mut huge = whole;
     huge[16..24].copy_from_slice(&[0, 1, 0x86, 0xa0, 0, 1, 0x86, 0xa0]);
-    fs::write(fixture.dir.path().join("huge.png"), huge).unwrap();
+    let mut huge_jpeg = fs::read(fixture.dir.path().join("420.jpg")).unwrap();
+    let frame = huge_jpeg.windows(2).position(|pair| pair == [0xff, 0xc0]).unwrap();
+    huge_jpeg[frame + 5..frame + 9].fill(0xff);
+    let half = huge_jpeg[..huge_jpeg.len() / 2].to_vec();
+    for (name, file) in [
+        ("huge.png", huge),
+        ("huge.jpg", huge_jpeg),
+        ("half.jpg", half),
+        ("text.png", b"hello".to_vec()),
+        ("empty.png", Vec::new()),
+    ] {
+        fs::write(fixture.dir.path().join(name), file).unwrap();
+    }
     for (row, what) in [
-        (json!({"messages": [image(json!("half.png"))]}), "truncated"),
-        (json!({"messages": [image(json!("huge.png"))]}), "100000 x 100000 pixels"),
-        (json!({"messages": [image(json!("cmyk.jpg"))]}), "CMYK"),
+        (json!({"messages": [image(json!("half.png"))]}), "half.png: the image is truncated or damaged: "),
+        (json!({"messages": [image(json!("half.jpg"))]}), "half.jpg: the image is truncated or damaged"),
+        (json!({"messages": [image(json!("huge.png"))]}), "huge.png: the image is too large (100000 x 100000 pixels"),
+        (json!({"messages": [image(json!("huge.jpg"))]}), "huge.jpg: the image is too large (65535 x 65535 pixels"),
+        (json!({"messages": [image(json!("cmyk.jpg"))]}), "cmyk.jpg: the image has CMYK values"),
         (json!({"messages": [image(json!("animated.png"))]}), "an animated PNG"),
+        (json!({"messages": [image(json!("animated.gif"))]}), "a GIF, which may be animated"),
+        (json!({"messages": [image(json!("animated.webp"))]}), "an animated WebP"),
+        (json!({"messages": [image(json!("text.png"))]}), "text.png: the image is neither JPEG nor PNG"),
+        (json!({"messages": [image(json!("empty.png"))]}), "empty.png: the image is empty"),
+        (json!({"messages": [image(json!({"path": "empty.png"}))]}), "empty.png: the image is empty"),
         (json!({"messages": [image(json!("none.png"))]}), "none.png does not exist"),
         (json!({"messages": [image(json!("https://x.org/a.png"))]}), "images are not downloaded"),
         (json!({"messages": [image(json!("data:image/png,abc"))]}), "must hold an image in base64"),
@@ -300,7 +321,11 @@ fn errors_of_images_name_the_row() {
         assert!(error.message.contains("rows.jsonl:2: ") && error.message.contains(what), "{what}: {error}");
         assert_eq!(error.exit_code(), 65, "{error}");
     }
-    // A shard of another processor, and a model that reads text only.
+}
+
+#[test]
+fn a_shard_with_images_needs_the_image_processor_that_made_it() {
+    let fixture = Fixture::new("qwen3");
     let config = fixture.rows(&[json!({"prompt": "a", "image": "rgb.png"})]);
     let prefix = fixture.dir.path().join("shard");
     shard_rows(fixture.reading(&config, RowKind::Prompt), &[(Path::new(&config.prompts[0]), None)], &[], &prefix)
@@ -310,6 +335,7 @@ fn errors_of_images_name_the_row() {
     let other = Fixture::new("qwen2_5");
     let error = other.source::<Prompt>(&config).unwrap_err().message;
     assert!(error.contains("was made with another image processor"), "{error}");
+    // A model that reads text only.
     fs::remove_file(other.dir.path().join("preprocessor_config.json")).unwrap();
     let text = Arc::new(Tokenizer::load(other.dir.path()).unwrap());
     let error = Fixture { tokenizer: text, ..other }.source::<Prompt>(&config).unwrap_err().message;

@@ -1,0 +1,206 @@
+//! Rows with images through the program: every kind of job, the verbs, and errors that name the row.
+
+use super::command::{copy, rows, run};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// A job of a kind, without its own table.
+const JOB: &str = r#"
+[job]
+dir = "run"
+seed = 1
+steps = 1
+threads = 1
+[model]
+actor = "model"
+[data]
+prompts = ["rows.jsonl"]
+messages_key = "messages"
+label_key = "answer"
+chat_template = true
+prompt_split = "train"
+eval_split = "eval"
+[data.split]
+by = "field"
+field = "split"
+"#;
+
+/// A folder with a tiny model of `family` that sees images, images, and rows of all kinds about them.
+struct Fixture {
+    dir: TempDir,
+}
+
+impl Fixture {
+    fn new(family: &str) -> Self {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let chats: Value = serde_json::from_slice(&fs::read(golden.join("image_chats.json")).unwrap()).unwrap();
+        let fixture = Self { dir: tempfile::tempdir().unwrap() };
+        let size = json!({"shortest_edge": 256, "longest_edge": 1024});
+        let processor = json!({"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 8, "merge_size": 2, "size": size});
+        fixture.write("tokenizer/tokenizer.json", chats["tokenizer"].to_string());
+        let text = json!({"eos_token": "<|im_end|>", "chat_template": chats["templates"]["qwen3"]["text"]});
+        fixture.write("tokenizer/tokenizer_config.json", text.to_string());
+        fixture.write("tokenizer/preprocessor_config.json", processor.to_string());
+        copy(&golden.join("images"), "*", fixture.dir.path());
+        let line = ["init", "--like", family, "--tiny", "--tokenizer", "tokenizer", "--out", "model", "--seed", "1"];
+        run(fixture.dir.path(), &line).well();
+        let row = |i: usize| {
+            let image = ["rgb.png", "420.jpg", "tiny.png", "turned-6.jpg"][i % 4];
+            let split = if i < 8 { "train" } else { "eval" };
+            json!({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]}],
+                   "images": [image], "response": "one", "answer": "one", "label": i.is_multiple_of(2), "split": split})
+        };
+        fixture.rows("rows.jsonl", &(0..10).map(row).collect::<Vec<_>>());
+        fixture
+    }
+
+    fn write(&self, name: &str, text: impl AsRef<[u8]>) {
+        let path = self.dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn rows(&self, name: &str, rows: &[Value]) {
+        self.write(name, rows.iter().map(Value::to_string).collect::<Vec<_>>().join("\n") + "\n");
+    }
+
+    fn read(&self, name: &str) -> Vec<Value> {
+        rows(&fs::read_to_string(self.dir.path().join(name)).unwrap())
+    }
+
+    /// The lines of a job of a kind with its own table.
+    fn job(&self, kind: &str, more: &str) {
+        self.write("job.toml", JOB.replacen("[job]", &format!("[job]\nkind = \"{kind}\""), 1) + more);
+    }
+}
+
+#[test]
+fn every_kind_of_job_reads_images_with_a_tower_that_is_frozen_or_trains() {
+    let fixture = Fixture::new("qwen3_vl");
+    let pairs = fixture.read("rows.jsonl").into_iter().map(|mut row| {
+        row["prompt"] = row["messages"].take();
+        row.as_object_mut().unwrap().remove("messages");
+        row["chosen"] = "one".into();
+        row["rejected"] = "two".into();
+        row["completion"] = "one".into();
+        row
+    });
+    fixture.rows("pairs.jsonl", &pairs.collect::<Vec<_>>());
+    let pairs = "data.prompts=[\"pairs.jsonl\"]";
+    let usual = ["data.prompts=[\"rows.jsonl\"]", "data.messages_key=messages"];
+    let prompts = [pairs, "data.messages_key=prompt", "data.label_key="];
+    let rollout = "[rollout]\nresponse_tokens_max = 4\n[reward]\nrule = \"exact\"\n";
+    let ppo = rollout.replace("[reward]", "prompts_per_step = 2\nsamples_per_prompt = 2\n[reward]")
+        + "[ppo]\nminibatch_samples = 4\n";
+    for (kind, more, keys, vision) in [
+        ("sft", "[sft]\nminibatch_samples = 8\n", &usual[..], "frozen"),
+        (
+            "sft",
+            "[sft]\nminibatch_samples = 8\n[lora]\nrank = 2\ntargets = [\"q_proj\", \"attn.qkv\"]\n",
+            &usual,
+            "train",
+        ),
+        ("dpo", "[dpo]\nminibatch_samples = 8\n", &prompts, "frozen"),
+        ("dpo", "[dpo]\nminibatch_samples = 8\n", &prompts, "train"),
+        ("reward_model", "[reward_model]\nminibatch_samples = 8\n", &prompts, "train"),
+        (
+            "kto",
+            "[kto]\nminibatch_samples = 8\n",
+            &[pairs, "data.messages_key=prompt", "data.label_key=label"],
+            "train",
+        ),
+        ("ppo", &format!("{ppo}[eval]\nevery_steps = 1\n"), &usual, "frozen"),
+        ("ppo", &format!("{ppo}[optim.critic]\nlr = 1e-4\n"), &usual, "train"),
+        ("eval", rollout, &usual, "frozen"),
+    ] {
+        fixture.job(kind, more);
+        let _ = fs::remove_dir_all(fixture.dir.path().join("run"));
+        let vision = format!("model.vision={vision}");
+        let ended = run(fixture.dir.path(), &[&["run", "job.toml", &vision][..], keys].concat()).well();
+        if kind == "eval" {
+            assert!(ended.stderr.contains("eval split"), "{}", ended.stderr);
+            continue;
+        }
+        let export = fixture.dir.path().join("run/export");
+        assert!(export.join("preprocessor_config.json").exists() || more.contains("lora"), "{kind}: {}", ended.stderr);
+        if kind == "ppo" {
+            let step = fixture.read("run/metrics.jsonl").into_iter().find(|line| line.get("logprob_gap_max").is_some());
+            assert_eq!(step.unwrap()["logprob_gap_max"], 0.0, "{vision}");
+        }
+        if kind == "reward_model" {
+            let line = ["reward", "--model", "run/export", "--input", "rows.jsonl"];
+            let scored = rows(&run(fixture.dir.path(), &line).well().stdout);
+            assert_ne!(scored[0]["reward"], scored[1]["reward"], "other images");
+            assert_eq!(scored[0]["reward"], scored[4]["reward"], "the same image");
+        }
+    }
+}
+
+#[test]
+fn generated_rows_with_images_have_the_log_probabilities_of_generate() {
+    let fixture = Fixture::new("qwen2_5_vl");
+    let (dir, model) = (fixture.dir.path(), ["--model", "model", "--input"]);
+    let line = [&["generate"], &model[..], &["rows.jsonl", "--max-new-tokens", "5", "--ignore-eos"]].concat();
+    let made = rows(&run(dir, &line).well().stdout);
+    fixture.rows("made.jsonl", &made);
+    let scored = |name: &str| run(dir, &[&["logprobs"], &model[..], &[name]].concat());
+    for (line, made) in rows(&scored("made.jsonl").well().stdout).iter().zip(&made) {
+        assert_eq!([&line["tokens"], &line["logprobs"]], [&made["tokens"], &made["logprobs"]]);
+    }
+    // The same as one sequence.
+    let whole = made.iter().map(|made| {
+        let mut row = made.clone();
+        let (first, rest) = (made["prompt_tokens"].as_array().unwrap(), made["tokens"].as_array().unwrap());
+        row["tokens"] = [&first[..], &rest[..]].concat().into();
+        row.as_object_mut().unwrap().remove("prompt_tokens");
+        row
+    });
+    fixture.rows("whole.jsonl", &whole.collect::<Vec<_>>());
+    for (line, made) in rows(&scored("whole.jsonl").well().stdout).iter().zip(&made) {
+        let all = line["logprobs"].as_array().unwrap();
+        assert_eq!(all[all.len() - 5..], made["logprobs"].as_array().unwrap()[..]);
+    }
+    let mut changed = made;
+    for (image, words) in [
+        (json!([]), "line 1: the row has 0 images of 0 tokens"),
+        (json!(["rgb.png", "rgb.png"]), "2 images, but its messages have 1 place"),
+        (
+            json!(["narrow.png"]),
+            "line 1: the row has 1 image of 8 tokens in all, but 2 of its tokens are those of images",
+        ),
+    ] {
+        changed[0]["images"] = image;
+        if changed[0]["images"] == json!([]) {
+            changed[0]["messages"] = json!([{"role": "user", "content": "How many?"}]);
+        } else {
+            changed[0]["messages"] = changed[1]["messages"].clone();
+        }
+        fixture.rows("changed.jsonl", &changed);
+        scored("changed.jsonl").refused(65, &["changed.jsonl", words]);
+    }
+}
+
+#[test]
+fn every_job_and_verb_names_the_row_whose_image_it_cannot_read() {
+    let fixture = Fixture::new("qwen3_vl");
+    let whole = fs::read(fixture.dir.path().join("420.jpg")).unwrap();
+    fixture.write("half.jpg", &whole[..whole.len() / 2]);
+    let mut rows = fixture.read("rows.jsonl");
+    rows[6]["images"] = json!(["half.jpg"]);
+    fixture.rows("rows.jsonl", &rows);
+    let rollout = "[rollout]\nresponse_tokens_max = 4\n[reward]\nrule = \"exact\"\n";
+    let input = ["--model", "model", "--input", "rows.jsonl"];
+    for (kind, more) in [("sft", ""), ("ppo", rollout), ("eval", rollout)] {
+        fixture.job(kind, more);
+        let ended = run(fixture.dir.path(), &["run", "job.toml"]);
+        ended.refused(65, &["rows.jsonl:7: half.jpg: the image is truncated or damaged", "copy the file again"]);
+    }
+    let words = ["rows.jsonl line 7: half.jpg: the image is truncated or damaged"];
+    for verb in ["generate", "logprobs"] {
+        run(fixture.dir.path(), &[&[verb], &input[..]].concat()).refused(65, &words);
+    }
+    let line = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "shard", "--chat-template"];
+    run(fixture.dir.path(), &line).refused(65, &["rows.jsonl:7: half.jpg: the image is truncated or damaged"]);
+}
