@@ -1,6 +1,6 @@
 """Makes the goldens of tests/parity/vision.rs: tiny random models that read images, and the results of transformers.
 
-    python tests/golden/vision.py [NAME...]  # all, or these; needs torch, transformers >= 5.24, safetensors
+    python tests/golden/vision.py [NAME...]  # all, or these; needs torch, transformers >= 5.24, peft 0.21.2, safetensors
 
 Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/models/NAME.safetensors: as models.py, and
   grids, patches       the grid (t, h, w) of each image, and the random patches of all images, one after another
@@ -8,6 +8,9 @@ Writes tests/golden/models/NAME/ (a Hugging Face directory) and tests/golden/mod
   merged, deep.I       the rows of the tower for all images, and those behind layer I of the language model
   prompt               the length of the prompt of `greedy`, which is the beginning of the last row with its image
 Images are random patches, so no decoder is needed. Gradients are named as the parameters of transformers 5.
+
+With `adapters` as the first name: tests/golden/adapters/NAME/ (a random adapter of PEFT on that model, f32) and
+tests/golden/adapters/NAME.safetensors, as adapters.py, for the rows of the model's golden.
 """
 
 import json
@@ -17,7 +20,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from adapters import OUT as ADAPTERS
+from adapters import save_new
 from models import ENTROPY_COEF, TEMPERATURE, randomise, with_exact_states
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 OUT = Path(__file__).parent / "models"
@@ -48,6 +54,13 @@ MODELS = {
             mrope_interleaved=True)), dict(
         depth=2, hidden_size=24, intermediate_size=13, num_heads=2, patch_size=3, temporal_patch_size=2,
         out_hidden_size=24, num_position_embeddings=9)),
+}
+
+# The targets of each adapter, and more settings. "all-linear" of PEFT also means the tower.
+TUNED = {
+    "vision-qwen2_5_vl": dict(target_modules=["q_proj", "up_proj", "attn.qkv", "mlp.0"], alpha_pattern={"qkv": 9}),
+    "vision-qwen3_vl": dict(target_modules="all-linear", rank_pattern={"linear_fc1": 3}),
+    "vision-qwen3_5": dict(target_modules=["in_proj_qkv", "v_proj", "attn.proj", "linear_fc2"], use_rslora=True),
 }
 
 
@@ -166,7 +179,37 @@ def make(name):
     print(name, f"float32 and float64 part by {apart:.1e}")
 
 
+def make_adapter(name):
+    seed, of_model, out = 500 + MODELS[name][2], load_file(OUT / f"{name}.safetensors"), {}
+    generator, directory = torch.Generator().manual_seed(seed), ADAPTERS / name
+    shutil.rmtree(directory, ignore_errors=True)
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": 2, "lora_alpha": 3, **TUNED[name]})
+    adapted = get_peft_model(load(name, torch.float64), config, autocast_adapter_dtype=False)
+    trained = {key: p for key, p in adapted.named_parameters() if p.requires_grad}
+    for key, p in trained.items():
+        noise = torch.randn(p.shape, generator=generator) / p.shape[1] ** 0.5
+        p.data = (noise if "lora_A" in key else 0.5 * noise).double()
+    plain = {key.replace(".default", ""): p for key, p in trained.items()}
+    save_new(adapted, directory, plain, name)
+    ends, grids = of_model["cu_seqlens"].tolist(), iter(of_model["grids"].tolist())
+    rows = [(of_model["tokens"][a:b].long(), [tuple(next(grids)) for _ in range(count)])
+            for a, b, count in zip(ends, ends[1:], of_model["images"].tolist())]
+    out["loss"] = numbers(adapted.base_model.model.eval(), rows, of_model["patches"], torch.float64, out)
+    out["loss"].backward()
+    for key, p in plain.items():
+        out[f"grad.{key.removeprefix('base_model.model.')}"] = p.grad
+    out = {key: tensor.detach().float().contiguous() for key, tensor in out.items()}
+    save_file(out, ADAPTERS / f"{name}.safetensors")
+    for path in [ADAPTERS / f"{name}.safetensors", *directory.iterdir()]:
+        path.chmod(0o644)
+    print(name, len(plain), "matrices")
+
+
 if __name__ == "__main__":
     with_exact_states()
-    for name in sys.argv[1:] or MODELS:
-        make(name)
+    if sys.argv[1:2] == ["adapters"]:
+        for name in sys.argv[2:] or TUNED:
+            make_adapter(name)
+    else:
+        for name in sys.argv[1:] or MODELS:
+            make(name)

@@ -6,6 +6,7 @@ use crate::parity::golden::{
     ADAPTED, ADAPTED_BEFORE, DENSE_MODELS, ENTROPY_COEF, Model, REWARD_MODELS, adapter, check_gradients, directory,
     gap, weights,
 };
+use crate::parity::vision::SEEING;
 use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::device::Device;
@@ -66,7 +67,7 @@ fn recomputation_does_not_change_the_gradients_of_models_and_adapters() {
 #[test]
 fn an_adapter_that_is_loaded_and_written_again_has_the_tensors_that_peft_wrote() {
     let scratch = tempfile::tempdir().expect("a directory");
-    for name in ADAPTED {
+    for name in ADAPTED.into_iter().chain(SEEING) {
         let (dir, from, head, out) = (directory(name), adapter(name), Head::LanguageModel, scratch.path().join(name));
         let (arch, weights) = load_with(Device::Cpu, &dir, Some(&from), head, DType::F32, 0).expect("an adapter");
         let params = ModelFiles { dir: &dir, adapter: Some(&from), arch: &arch, head }.whole().shapes();

@@ -3,7 +3,7 @@
 
 use crate::parity::exported::tensors;
 use crate::parity::golden::{
-    ENTROPY_COEF, Golden, TEMPERATURE, check_gradients, directory, gap, weights as loss_weights,
+    ENTROPY_COEF, Golden, TEMPERATURE, adapter, check_gradients, directory, gap, weights as loss_weights,
 };
 use rlhf_hpc::config::job::Recompute;
 use rlhf_hpc::config::rollout::RolloutConfig;
@@ -44,8 +44,20 @@ impl Seeing {
         let files = ModelFiles { dir: &dir, adapter: None, arch: &arch, head: Head::LanguageModel };
         let axes = rlhf_hpc::comm::Axes::one();
         let weights = files.weights(Device::Cpu, None, dtype, 0, &axes, 0).expect("its files").0;
-        let mut transformer = Transformer::new(&arch, &weights.table);
-        let (rows, all) = rows(&golden, &arch);
+        Self::with(golden, &arch, weights)
+    }
+
+    /// A model with an adapter, and the golden of both.
+    fn adapted(name: &str) -> (Self, Golden) {
+        let (dir, from) = (directory(name), adapter(name));
+        let (arch, weights) =
+            load::load_with(Device::Cpu, &dir, Some(&from), Head::LanguageModel, DType::F32, 0).expect("an adapter");
+        (Self::with(Golden::read(name), &arch, weights), Golden::of_adapter(name))
+    }
+
+    fn with(golden: Golden, arch: &Arch, weights: Weights) -> Self {
+        let mut transformer = Transformer::new(arch, &weights.table);
+        let (rows, all) = rows(&golden, arch);
         transformer.read_images_with(Pixels::new(move |image| Ok(all[&image.hash].clone())));
         Self { golden, weights, transformer, rows }
     }
@@ -172,6 +184,18 @@ fn gradients_of_towers_and_language_models_agree_with_transformers() {
         let (of_rest, _) = frozen.backward(&row, Recompute::Block);
         let (whole, first) = (grads.to_vec(), m.weights.table.units()[m.weights.table.embedding_unit()].start);
         assert!(of_rest.to_vec() == whole[first..], "{name}: a frozen tower");
+    }
+}
+
+/// Targets of the language model and of the tower: some, and "all-linear" of PEFT, which means both.
+#[test]
+fn adapters_of_towers_agree_with_peft() {
+    for name in SEEING {
+        let (m, golden) = Seeing::adapted(name);
+        let (grads, logprobs) = m.backward(&m.packed(), Recompute::Block);
+        let apart = gap(&logprobs, &golden.floats("logprobs_t"));
+        assert!(apart <= 5e-5, "{name}: {apart:e}");
+        check_gradients(name, &golden, &grads, 1e-4);
     }
 }
 
