@@ -2,8 +2,8 @@
 # Runs a fuzz target (fuzz_targets/main.rs) without cargo-fuzz. Usage: run.sh TARGET INPUTS [OPTION OF LIBFUZZER]...
 set -euo pipefail
 cd "$(dirname "$0")"
-# The versions of the program. Only the program and the targets are instrumented: so most parsers are, as serde's are
-# compiled into the program.
+# The versions of the program. Only the program, the targets and the decoder of JPEG files are instrumented: so most
+# parsers are, as serde's are compiled into the program.
 [ -e Cargo.lock ] || cp ../../Cargo.lock .
 export RUSTC_WRAPPER=$PWD/rustc.sh CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target} HDF5_USE_FILE_LOCKING=FALSE
 cargo build --quiet
