@@ -13,6 +13,17 @@ pub enum DType {
     Bf16,
 }
 
+/// The dtype of cached keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum KvDtype {
+    /// That of weights.
+    #[default]
+    Auto,
+    /// 8 bits, with a power of two for each token and head (`device::cpu::kv_codes`).
+    Fp8,
+}
+
 /// The bits of the nearest bf16, ties to even; NaN stays NaN.
 #[inline]
 pub fn round_bf16(x: f32) -> u16 {

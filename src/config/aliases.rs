@@ -97,6 +97,7 @@ const ALIASES: &[(&str, &str)] = &[
     ("rollout.ignore_eos", "stop_token"),
     ("rollout.stop", "stop_strings stop_words"),
     ("rollout.repetition_penalty", "rep_penalty"),
+    ("rollout.kv_dtype", "kv_cache_dtype"),
     ("rollout.kv_bytes_max", "gpu_memory_utilization vllm_gpu_memory_utilization"),
     ("rollout.batch_max", "max_num_seqs micro_rollout_batch_size"),
     ("reward.environment", "agent_func_path agent environment env tools multi_turn interaction_config_path"),

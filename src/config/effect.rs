@@ -271,7 +271,7 @@ mod tests {
         (
             "rollout",
             "response_tokens_max response_tokens_min repetition_penalty stop stop_token_ids ignore_eos batch_max \
-             prefill_tokens_max kv_bytes_max graphs work_stealing tensor data",
+             prefill_tokens_max kv_dtype kv_bytes_max graphs work_stealing tensor data",
         ),
         ("rollout.dynamic_sampling", "low high prompts_max_factor"),
         ("reward", "rule python http models judge environment"),

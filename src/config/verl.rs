@@ -89,6 +89,7 @@ const KEYS: &[Keys] = &[
             ("response_length", "rollout.response_tokens_max"),
             ("ignore_eos", "rollout.ignore_eos"),
             ("gpu_memory_utilization", "rollout.kv_bytes_max"),
+            ("engine_kwargs.vllm.kv_cache_dtype", "rollout.kv_dtype"),
             ("enforce_eager", "rollout.graphs"),
             ("tensor_model_parallel_size", "rollout.tensor"),
             ("data_parallel_size", "rollout.data"),

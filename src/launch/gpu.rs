@@ -1,5 +1,7 @@
 //! `job.device`: the device of a run's models.
 
+pub use super::gpu_settings::check;
+use super::gpu_settings::check_settings;
 use super::ranks::Ranks;
 use super::self_test::SelfTest;
 use super::step_shape::StepShape;
@@ -10,7 +12,6 @@ use crate::comm::{Group, World, gpus, phase, records};
 use crate::config::Config;
 use crate::config::job::{Collectives, DeviceName};
 use crate::config::mesh::RoleName;
-use crate::config::model::DTypeName;
 use crate::device::Device;
 use crate::device::cpu::pool;
 use crate::device::cuda::attention::HEAD_DIMS;
@@ -301,25 +302,6 @@ pub fn cache_bytes(bytes: u64) -> u64 {
 
 pub fn memory_free() -> u64 {
     null::memory_free().unwrap_or_else(|| cuda::gpu().usage().left() as u64)
-}
-
-/// Rejects settings that GPUs do not support yet, if the job asks for GPUs.
-pub fn check(config: &Config) -> Result<()> {
-    if config.job.device == DeviceName::Gpu { check_settings(config) } else { Ok(()) }
-}
-
-fn check_settings(config: &Config) -> Result<()> {
-    if config.model.dtype == DTypeName::F32 {
-        return Err(Error::usage(
-            "GPUs do not support model.dtype = \"f32\": they hold weights and activations in bf16",
-        )
-        .hint("set model.dtype = \"bf16\", or job.device = \"cpu\""));
-    }
-    if config.rollout.keep_sampling_mask {
-        return Err(Error::usage("GPUs do not support rollout.keep_sampling_mask = true: no kernel masks logits yet")
-            .hint("set job.device = \"cpu\", or use ppo.correction instead"));
-    }
-    Ok(())
 }
 
 /// Rejects a model with shapes that no GPU kernel supports, sharded over `tensor` ranks.

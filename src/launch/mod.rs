@@ -3,6 +3,7 @@
 pub mod banner;
 pub mod gemm;
 pub mod gpu;
+mod gpu_settings;
 pub mod inference;
 pub mod layout;
 pub mod limits;

@@ -233,6 +233,12 @@ table! {
         "Mean length of greedy responses to held-out prompts.";
     EVAL_SAMPLES = "eval_samples", "eval", Count,
         "Held-out rows that were evaluated, or held-out prompts whose answers were scored.";
+    EVAL_KV_LOGPROB_GAP_MEAN = "eval_kv_logprob_gap_mean", "eval", Nats,
+        "With rollout.kv_dtype = \"fp8\": mean change of a token's log-probability by the rounding of keys and values, on up to \
+         256 sampled held-out responses.";
+    EVAL_KV_KL_MEAN = "eval_kv_kl_mean", "eval", Nats,
+        "With rollout.kv_dtype = \"fp8\": mean KL divergence per token of the policy from the same weights without rounding of \
+         keys and values, on the same responses. Estimated as e^d - 1 - d.";
     EVAL_TIME_S = "eval_time_s", "eval", Seconds, "The whole evaluation.";
 }
 

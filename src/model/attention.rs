@@ -142,8 +142,8 @@ impl Body for Attention {
         let (mut o, mut lse) = match keys {
             LayerKeys::Packed(packed) => {
                 rope::forward(&mut q, &mut k, c.positions, rope_table);
-                attention::round_as_cached(&mut k, c.w.dtype());
-                attention::round_as_cached(&mut v, c.w.dtype());
+                attention::round_as_cached(&mut k, c.w.dtype(), shape);
+                attention::round_as_cached(&mut v, c.w.dtype(), shape);
                 c.ring.forward(packed, shape, [&q, &k, &v])
             }
             LayerKeys::Paged(cache, paged) => {

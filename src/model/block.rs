@@ -143,6 +143,10 @@ impl Block {
         &self.mixer.body
     }
 
+    pub(super) fn mixer_mut(&mut self) -> &mut Mixer {
+        &mut self.mixer.body
+    }
+
     /// `x` holds x0 before the call and x2 after it. Kept x0 and x1 are not copied: the next sum gets memory of its
     /// own.
     pub(super) fn forward(&self, c: Context, x: &mut Tensor, mut keys: LayerKeys, keep: Keep) -> Option<BlockSaved> {

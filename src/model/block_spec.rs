@@ -1,6 +1,7 @@
 //! One layer as data: the mixer of tokens, the feed-forward, and the places of their norms.
 
 use super::part::{Cut, TensorPart};
+use crate::dtype::KvDtype;
 use crate::ops::attention::AttentionShape;
 use crate::ops::delta::DeltaShape;
 use crate::ops::glu::Activation;
@@ -107,6 +108,8 @@ pub struct AttentionSpec {
     /// The parts of heads, if keys and values are one compressed vector of each token. Then `kv_heads` is 1, and `head_dim`
     /// the width of that vector.
     pub latent: Option<LatentSpec>,
+    /// The dtype to which keys and values are rounded (`Arch::with_keys_in`).
+    pub kv: KvDtype,
 }
 
 /// Latent attention (arXiv:2412.19437, section 2.1.1).
@@ -220,6 +223,7 @@ impl AttentionSpec {
             has_gate: false,
             sinks: Sinks::None,
             latent: None,
+            kv: KvDtype::Auto,
         }
     }
 
@@ -280,6 +284,7 @@ impl AttentionSpec {
             scale: self.scale,
             softcap: self.softcap,
             values_are_keys: self.latent.is_some(),
+            kv: self.kv,
         }
     }
 }

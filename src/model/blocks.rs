@@ -5,6 +5,7 @@ use super::config_json::{FULL, LINEAR, Reader, SLIDING};
 use super::families::{Family, Latent, Number, Scores, Windows};
 use super::feeds::{self, has_bias};
 use super::rope::{Rope, Scaling};
+use crate::dtype::KvDtype;
 use crate::error::Result;
 use serde_json::Value;
 
@@ -41,6 +42,7 @@ impl Blocks {
             has_gate: family.is_hybrid,
             latent,
             sinks: family.sinks,
+            kv: KvDtype::Auto,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
         let feeds = feeds::read(c, family, layers)?;

@@ -5,6 +5,7 @@
 use super::config_json::Reader;
 use super::decode::stored;
 use super::files::{Checkpoint, Stored};
+use crate::device::cpu::kv_codes;
 use crate::error::{Error, Result};
 use safetensors::Dtype;
 use std::sync::LazyLock;
@@ -16,17 +17,9 @@ const BLOCK: usize = 128;
 const SCALE: &str = "_scale_inv";
 const OF_ACTIVATIONS: &str = ".activation_scale";
 
-/// The values of all codes: a sign, 4 bits of exponent with bias 7, 3 of fraction. The largest code is NaN.
+/// The values of all codes. The largest code is NaN.
 static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| {
-    std::array::from_fn(|code| {
-        let (exponent, fraction) = (code as i32 >> 3 & 15, (code & 7) as f32 / 8.0);
-        let magnitude = match (exponent, code & 7) {
-            (15, 7) => f32::NAN,
-            (0, _) => fraction * 2f32.powi(-6),
-            _ => (1.0 + fraction) * 2f32.powi(exponent - 7),
-        };
-        if code < 128 { magnitude } else { -magnitude }
-    })
+    std::array::from_fn(|code| if code % 128 == 127 { f32::NAN } else { kv_codes::value(code as u8) })
 });
 
 /// Rejects sizes of blocks that are not read, in the quantization_config of FP8.

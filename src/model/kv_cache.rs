@@ -1,11 +1,31 @@
 //! The KV cache of a transformer: its layers' caches, and their pages.
 
+use super::arch::Arch;
 use super::block::Block;
+use super::block_spec;
 use super::layer_cache::{CacheGroup, LayerCache};
 use super::transformer::Transformer;
-use crate::dtype::DType;
+use crate::dtype::{DType, KvDtype};
+
+impl Arch {
+    /// The same with keys and values rounded to `kv`: those of a policy that samples, and of what is compared with it.
+    #[must_use]
+    pub fn with_keys_in(mut self, kv: KvDtype) -> Self {
+        for block in &mut self.blocks {
+            if let block_spec::Mixer::Attention(spec) = &mut block.mixer {
+                spec.kv = kv;
+            }
+        }
+        self
+    }
+}
 
 impl Transformer {
+    /// Rounds keys and values to `kv` from now on, and keeps them so in caches.
+    pub fn keep_keys_in(&mut self, kv: KvDtype) {
+        self.blocks.iter_mut().for_each(|block| block.mixer_mut().keep_keys_in(kv));
+    }
+
     /// The layers with the same need of keys.
     pub fn cache_groups(&self) -> &[CacheGroup] {
         &self.cache_groups

@@ -237,7 +237,7 @@ impl Body for Latent {
         let (o, lse) = match keys {
             LayerKeys::Packed(packed) => {
                 rope::forward(&mut q, &mut k, c.positions, &c.ropes[self.rope]);
-                attention::round_as_cached(&mut k, c.w.dtype());
+                attention::round_as_cached(&mut k, c.w.dtype(), shape);
                 c.ring.forward(packed, shape, [&q, &k, &k])
             }
             LayerKeys::Paged(cache, paged) => {

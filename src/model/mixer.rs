@@ -11,6 +11,7 @@ use super::layer_cache::LayerCache;
 use super::params::ParamTable;
 use super::weights::Gradients;
 use crate::device::Device;
+use crate::dtype::KvDtype;
 use crate::ops::attention::{AttentionShape, KvLayer, PAGE, Packed, kv_copy_page};
 use crate::ops::delta::StateLayer;
 use crate::tensor::{DType, Tensor};
@@ -69,11 +70,19 @@ impl Mixer {
 
     /// Bytes of a page of the cache: keys and values of `PAGE` tokens, or a state.
     pub(super) fn page_bytes(&self, device: Device, dtype: DType) -> usize {
-        let of_keys = |shape: &AttentionShape| shape.cached_values() * PAGE * KvLayer::value_bytes(device, dtype);
+        let of_keys = |shape: &AttentionShape| PAGE * KvLayer::token_bytes(device, dtype, shape);
         match self {
             Self::Attention(of) => of_keys(&of.shape),
             Self::Latent(of) => of_keys(&of.shape),
             Self::Delta(of) => of.places().page_len() * size_of::<f32>(),
+        }
+    }
+
+    pub(super) fn keep_keys_in(&mut self, kv: KvDtype) {
+        match self {
+            Self::Attention(of) => of.shape.kv = kv,
+            Self::Latent(of) => of.shape.kv = kv,
+            Self::Delta(_) => {}
         }
     }
 

@@ -16,7 +16,7 @@ use crate::device::cuda::decode;
 use crate::device::cuda::kv_cache::{KvPages, SequenceTable};
 use crate::device::cuda::states::StateTable;
 use crate::device::{Device, cpu, cuda, null};
-use crate::dtype::{DType, round_bf16};
+use crate::dtype::{DType, KvDtype};
 use crate::sys::lock::lock;
 use crate::sys::trace;
 use crate::tensor::{Flat, Indices, Slice, SliceMut, Tensor};
@@ -171,10 +171,13 @@ pub fn backward_packed(
 }
 
 /// Rounds keys or values to the precision of the KV cache for weights of `dtype`, so that training and sampling see the
-/// same. On GPUs they are always bf16.
-pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
-    if let (Device::Cpu, DType::Bf16) = (x.device(), dtype) {
-        cpu::copy::round_to_bf16(x.data_mut());
+/// same. Gradients pass as if they were not rounded. On GPUs they are always bf16.
+pub fn round_as_cached(x: &mut Tensor, dtype: DType, shape: &AttentionShape) {
+    match (x.device(), shape.kv, dtype) {
+        (Device::Cpu, KvDtype::Fp8, _) => cpu::kv_codes::round(x.data_mut(), shape.head_dim),
+        (Device::Cpu, KvDtype::Auto, DType::Bf16) => cpu::copy::round_to_bf16(x.data_mut()),
+        (Device::Cpu, KvDtype::Auto, DType::F32) | (Device::Cuda, KvDtype::Auto, _) => {}
+        (Device::Cuda, KvDtype::Fp8, _) => panic!("no GPU kernel rounds keys to 8 bits"),
     }
 }
 
@@ -182,7 +185,7 @@ pub fn round_as_cached(x: &mut Tensor, dtype: DType) {
 #[derive(Debug)]
 pub enum KvLayer {
     /// Keys and values in the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e]. If
-    /// values are keys, there are no keys.
+    /// values are keys, there are no keys. In 8 bits, PAGE powers follow each head, and four bytes are a number of f32.
     Cpu { keys: Flat, values: Flat },
     /// bf16.
     Cuda(KvPages),
@@ -193,25 +196,28 @@ impl KvLayer {
     pub fn new(device: Device, dtype: DType, pages: usize, shape: &AttentionShape) -> Self {
         match device {
             Device::Cpu => {
+                let dtype = if shape.kv == KvDtype::Fp8 { DType::F32 } else { dtype };
                 let zeros = |pages: usize| {
-                    let mut flat = Flat::weights(device, dtype, pages * cpu::attention::page_len(shape));
+                    let mut flat = Flat::weights(device, dtype, pages * page_len(shape));
                     flat.clear();
                     flat
                 };
                 Self::Cpu { keys: zeros(if shape.values_are_keys { 0 } else { pages }), values: zeros(pages) }
             }
-            Device::Cuda => Self::Cuda(KvPages::new(pages, shape)),
+            Device::Cuda => {
+                assert!(shape.kv == KvDtype::Auto, "no GPU kernel has keys in 8 bits");
+                Self::Cuda(KvPages::new(pages, shape))
+            }
         }
     }
 
-    /// The bytes of one element of a key or value.
-    pub fn value_bytes(device: Device, dtype: DType) -> usize {
-        match device {
-            Device::Cpu => dtype.bytes(),
-            Device::Cuda => DType::Bf16.bytes(),
-        }
+    /// The bytes of the keys and values of a token, for weights of `dtype`.
+    pub fn token_bytes(device: Device, dtype: DType, shape: &AttentionShape) -> usize {
+        let dtype = if device == Device::Cuda { DType::Bf16 } else { dtype };
+        shape.cached_bytes(dtype.bytes())
     }
 
+    /// The dtype of keys and values, if they have no fewer bits.
     fn dtype(&self) -> DType {
         match self {
             Self::Cpu { values, .. } => values.all().dtype(),
@@ -221,7 +227,7 @@ impl KvLayer {
 
     pub fn pages(&self, shape: &AttentionShape) -> usize {
         match self {
-            Self::Cpu { values, .. } => values.len() / cpu::attention::page_len(shape),
+            Self::Cpu { values, .. } => values.len() / page_len(shape),
             Self::Cuda(pages) => pages.pages(),
         }
     }
@@ -232,6 +238,23 @@ impl KvLayer {
             Self::Cpu { keys, values } => keys.bytes() + values.bytes(),
             Self::Cuda(pages) => pages.bytes(),
         }
+    }
+}
+
+/// Elements of one page of keys, or of values, on a CPU.
+fn page_len(shape: &AttentionShape) -> usize {
+    match shape.kv {
+        KvDtype::Auto => cpu::attention::page_len::<f32>(shape),
+        KvDtype::Fp8 => cpu::attention::page_len::<u8>(shape) / size_of::<f32>(),
+    }
+}
+
+/// Keys, or values, as they are stored on a CPU.
+fn cached<'a>(cache: &'a Flat, shape: &AttentionShape) -> Cached<'a> {
+    match (cache.all(), shape.kv) {
+        (codes, KvDtype::Fp8) => Cached::Codes(bytemuck::cast_slice(codes.f32())),
+        (Slice::Bf16(values), KvDtype::Auto) => Cached::Bf16(values),
+        (values, KvDtype::Auto) => Cached::F32(values.f32()),
     }
 }
 
@@ -280,7 +303,7 @@ impl<'a> Paged<'a> {
         self.states.get_or_init(|| Arc::new(make())).clone()
     }
 
-    /// Counts the cost of attention over the sequences for a plan, with keys and values of `bytes` each.
+    /// Counts the cost of attention over the sequences for a plan, with `bytes` for the keys and values of a token.
     fn note(&self, shape: &AttentionShape, bytes: usize) {
         let seen = |past: usize| shape.window.map_or(past, |window| past.min(window)) as f64;
         let (pairs, read): (f64, f64) = match self.source {
@@ -293,7 +316,7 @@ impl<'a> Paged<'a> {
                 (cached, cached)
             }
         };
-        note_pairs(shape, pairs, read * (shape.cached_values() * bytes) as f64);
+        note_pairs(shape, pairs, read * bytes as f64);
     }
 
     /// The sequences, which the CPU reads.
@@ -335,12 +358,16 @@ pub fn kv_append(
         KvLayer::Cpu { keys, values } => {
             rope::forward(q, k, positions, rope);
             let (new, sequences) = ([&*k, v.unwrap_or(k)].map(Tensor::data), paged.sequences());
-            match (keys.all_mut(), values.all_mut()) {
-                (SliceMut::Bf16(keys), SliceMut::Bf16(values)) => {
-                    cpu::attention::kv_append([keys, values], new, round_bf16, sequences, shape);
+            match (keys.all_mut(), values.all_mut(), shape.kv) {
+                (keys, values, KvDtype::Fp8) => {
+                    let codes = [keys, values].map(|words| bytemuck::cast_slice_mut::<f32, u8>(words.f32()));
+                    cpu::attention::kv_append(codes, new, sequences, shape);
                 }
-                (keys, values) => {
-                    cpu::attention::kv_append([keys.f32(), values.f32()], new, |x| x, sequences, shape);
+                (SliceMut::Bf16(keys), SliceMut::Bf16(values), KvDtype::Auto) => {
+                    cpu::attention::kv_append([keys, values], new, sequences, shape);
+                }
+                (keys, values, KvDtype::Auto) => {
+                    cpu::attention::kv_append([keys.f32(), values.f32()], new, sequences, shape);
                 }
             }
         }
@@ -370,16 +397,13 @@ pub fn forward_paged(
         check("lse", lse, rows, shape.heads);
     }
     if null::is_active() {
-        paged.note(shape, cache.dtype().bytes());
+        paged.note(shape, shape.cached_bytes(cache.dtype().bytes()));
     }
     let _span =
         trace::operation("attention over pages", "tokens heads head_dim", || [rows, shape.heads, shape.head_dim]);
     match cache {
         KvLayer::Cpu { keys, values } => {
-            let cached = [keys, values].map(|cached| match cached.all() {
-                Slice::Bf16(values) => Cached::Bf16(values),
-                values => Cached::F32(values.f32()),
-            });
+            let cached = [keys, values].map(|flat| cached(flat, shape));
             let lse = lse.map(Tensor::data_mut);
             cpu::attention::forward_paged(q.data(), cached, paged.sequences(), shape, o.data_mut(), lse);
         }
@@ -394,7 +418,7 @@ pub fn forward_paged(
 pub fn kv_copy_page(cache: &mut KvLayer, from: u32, to: u32, shape: &AttentionShape) {
     match cache {
         KvLayer::Cpu { keys, values } => {
-            let len = cpu::attention::page_len(shape);
+            let len = page_len(shape);
             let (from, to) = (from as usize * len, to as usize * len);
             for cached in [keys, values].into_iter().filter(|cached| !cached.is_empty()) {
                 match cached.all_mut() {

@@ -154,6 +154,7 @@ pub fn pairs(spans: &[Span], shape: &AttentionShape) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dtype::KvDtype;
 
     const LENGTHS: &[usize] = &[1, 0, 3, 7, 8, 9, 100, 2, 1000];
 
@@ -166,7 +167,16 @@ mod tests {
     }
 
     fn shape(window: Option<usize>) -> AttentionShape {
-        AttentionShape { heads: 1, kv_heads: 1, head_dim: 8, window, scale: 1.0, softcap: None, values_are_keys: false }
+        AttentionShape {
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 8,
+            window,
+            scale: 1.0,
+            softcap: None,
+            values_are_keys: false,
+            kv: KvDtype::Auto,
+        }
     }
 
     #[test]

@@ -138,6 +138,10 @@ impl ModelSpec {
     pub fn arch(&self, config: &Config) -> Result<Arch> {
         let key = role::key(self.role.name());
         let mut arch = self.seeing(config, Arch::load(&self.dir).map_err(|e| e.within(&key))?)?;
+        // The reference, too: a policy with its weights has no divergence from it.
+        if config.samples() && matches!(self.role, RoleName::Actor | RoleName::Rollout | RoleName::Reference) {
+            arch = arch.with_keys_in(config.rollout.kv_dtype);
+        }
         if self.adapter.as_os_str().is_empty() {
             return Ok(arch);
         }

@@ -6,6 +6,7 @@ use super::inputs::{self, Inputs};
 use crate::checkpoint::{self, Checkpoint, Keep, Manifest, ModelVectors, Payload};
 use crate::comm::records;
 use crate::data::{Cursor, Ledger};
+use crate::dtype::KvDtype;
 use crate::error::{Error, Kind, Result};
 use crate::launch::run::Run;
 use crate::learn::Learner;
@@ -237,7 +238,8 @@ pub fn read(from: &Checkpoint) -> Result<State> {
 /// Rejects a checkpoint whose first model does not compute as `first` does.
 pub fn check_model(from: &Checkpoint, first: &Arch) -> Result<()> {
     let saved = Arch::load(&from.dir)?.for_rows(first.context);
-    if !saved.computes_as(first) {
+    // The rounding of keys is the job's.
+    if !saved.computes_as(&first.clone().with_keys_in(KvDtype::Auto)) {
         let (was, is) = (saved.shape(), first.shape());
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()

@@ -15,6 +15,9 @@ const OVERFIT_SAMPLES: f64 = 32.0;
 /// The wait for rewards in a step above which a run warns, in seconds. Shorter ones are not worth a change.
 const WAITING_S: f64 = 0.5;
 
+/// KL divergence per token by the rounding of keys and values above which a run warns, in nats.
+const KV_KL: f64 = 0.02;
+
 /// A warning, with a name by which it is given once.
 pub type Warning = (&'static str, String);
 
@@ -81,7 +84,15 @@ impl Warnings {
             );
             ("overfit", text)
         });
-        self.new_ones(overfitted)
+        let kl = value(values, keys::EVAL_KV_KL_MEAN);
+        let rounds = (kl > KV_KL).then(|| {
+            let text = format!(
+                "rounding keys and values changes the policy by {kl:.3} nats per token (eval_kv_kl_mean): set \
+                 rollout.kv_dtype = \"auto\" if the trained model will be used without it"
+            );
+            ("kv_kl", text)
+        });
+        self.new_ones(overfitted.into_iter().chain(rounds))
     }
 
     fn new_ones(&mut self, all: impl IntoIterator<Item = Warning>) -> Vec<String> {
@@ -108,5 +119,12 @@ mod tests {
             warnings.of_eval(&values).len()
         };
         assert_eq!([of(16.0, 0.5), of(64.0, 0.9), of(64.0, 0.7), of(64.0, 0.6)], [0, 0, 1, 0]);
+    }
+
+    #[test]
+    fn a_policy_that_rounded_keys_change_causes_one_warning() {
+        let mut warnings = Warnings::default();
+        let mut of = |kl: f64| warnings.of_eval(&named([(keys::EVAL_KV_KL_MEAN, kl)])).concat();
+        assert!(of(0.02).is_empty() && of(0.021).contains("0.021 nats per token") && of(0.5).is_empty());
     }
 }

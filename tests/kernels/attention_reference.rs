@@ -5,7 +5,7 @@ use rlhf_hpc::device::cpu;
 use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::attention_backward;
 use rlhf_hpc::device::cuda::{Memory, View};
-use rlhf_hpc::dtype::DType;
+use rlhf_hpc::dtype::{DType, KvDtype};
 use rlhf_hpc::ops::attention::{AttentionShape, Span};
 
 /// Half a unit in the last place of bf16, relative to the smallest number that has it.
@@ -31,6 +31,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
         scale: 1.0 / (head_dim as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
+        kv: KvDtype::Auto,
     }
 }
 

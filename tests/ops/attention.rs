@@ -1,9 +1,10 @@
 //! Attention against plain f64 loops, and its bitwise properties.
 
 use rlhf_hpc::device::Device;
+use rlhf_hpc::dtype::KvDtype;
 use rlhf_hpc::ops::attention::{
     AttentionShape, KvLayer, PAGE, PagedSequence, backward_packed, forward_packed, forward_paged, kv_append,
-    round_as_cached,
+    kv_copy_page, round_as_cached,
 };
 use rlhf_hpc::ops::rope::RopeTable;
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -21,6 +22,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
         scale: 1.0 / (head_dim as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
+        kv: KvDtype::Auto,
     }
 }
 
@@ -232,11 +234,12 @@ fn chunked(case: &Case, chunk: usize, dtype: DType) -> Tensor {
 #[test]
 fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
     for shape in shapes() {
-        for dtype in [DType::F32, DType::Bf16] {
+        for (dtype, kv) in [(DType::F32, KvDtype::Auto), (DType::Bf16, KvDtype::Auto), (DType::Bf16, KvDtype::Fp8)] {
+            let shape = AttentionShape { kv, ..shape };
             let case = Case::new(shape, RAGGED);
             let mut trained = Case::new(shape, RAGGED);
-            round_as_cached(&mut trained.k, dtype);
-            round_as_cached(&mut trained.v, dtype);
+            round_as_cached(&mut trained.k, dtype, &shape);
+            round_as_cached(&mut trained.v, dtype, &shape);
             assert_eq!(trained.k.data() == case.k.data(), dtype == DType::F32);
             let [packed, _] = trained.forward();
             for chunk in [1, 5, 32, 33, 50, 1000] {
@@ -245,6 +248,25 @@ fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
             }
         }
     }
+}
+
+#[test]
+fn a_copied_page_of_codes_has_their_powers_and_half_of_the_bytes_of_bf16() {
+    let shape = AttentionShape { kv: KvDtype::Fp8, ..shape(2, 2, 64, None) };
+    let case = Case::new(shape, &[40]);
+    let mut paged = Paged::new(&case, DType::F32);
+    let mut o = Tensor::zeros(case.q.rows(), case.q.width());
+    let mut feed =
+        |paged: &mut Paged, rows: std::ops::Range<usize>| paged.feed(&case, std::slice::from_ref(&rows), &mut o);
+    feed(&mut paged, 0..39);
+    let (page, free) = (paged.tables[0][1], (0..5).find(|page| !paged.tables[0].contains(page)).expect("a free page"));
+    kv_copy_page(&mut paged.cache, page, free, &shape);
+    paged.tables[0][1] = free;
+    feed(&mut paged, 39..40);
+    same_bits("after the copy", o.data(), chunked(&case, 7, DType::F32).data());
+    // A power for 64 codes, twice for keys and values of two heads.
+    assert_eq!(KvLayer::token_bytes(Device::Cpu, DType::F32, &shape), 4 * 65);
+    assert_eq!(paged.cache.bytes(), 5 * PAGE * 4 * 65);
 }
 
 #[test]
@@ -281,6 +303,7 @@ fn neither_the_thread_count_nor_the_instruction_set_changes_a_bit() {
         (shape(3, 1, 8, Some(50)), &[300, 20][..]),
         (shape(4, 2, 16, None), &[1][..]),
         (shape(2, 2, 80, None), &[1, 33, 70][..]),
+        (AttentionShape { kv: KvDtype::Fp8, ..shape(4, 2, 24, None) }, RAGGED),
     ] {
         let case = Case::new(shape, lengths);
         same_on_threads_and_levels(&format!("{shape:?}"), || case.all());

@@ -1,6 +1,7 @@
 //! Prefill and decode through the paged cache, without and with adapters, and rows packed and alone.
 
 use crate::parity::golden::{ADAPTED, DENSE_MODELS, LANGUAGE_MODELS, Model};
+use rlhf_hpc::dtype::KvDtype;
 use rlhf_hpc::model::{Head, Keys, LayerCache};
 use rlhf_hpc::ops::attention::{Paged, PagedSequence};
 use rlhf_hpc::tensor::{DType, Tensor};
@@ -43,8 +44,10 @@ fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
 #[test]
 fn hidden_states_are_bitwise_the_same_packed_alone_prefilled_in_chunks_and_decoded() {
     let models = LANGUAGE_MODELS.iter().chain(&DENSE_MODELS);
-    for (name, dtype) in models.flat_map(|name| [DType::F32, DType::Bf16].map(|dtype| (name, dtype))) {
-        let m = Model::load(name, Head::LanguageModel, dtype);
+    let of_cache = [(DType::F32, KvDtype::Auto), (DType::Bf16, KvDtype::Auto), (DType::F32, KvDtype::Fp8)];
+    for (name, (dtype, kv)) in models.flat_map(|name| of_cache.map(|of| (name, of))) {
+        let mut m = Model::load(name, Head::LanguageModel, dtype);
+        m.transformer.keep_keys_in(kv);
         let (packed, width) = (m.hidden(None).data().to_vec(), m.transformer.arch.width);
         let mut cache = m.transformer.kv_cache(dtype, &vec![8; m.transformer.cache_groups().len()]);
         for ends in m.cu_seqlens.windows(2) {
@@ -52,14 +55,14 @@ fn hidden_states_are_bitwise_the_same_packed_alone_prefilled_in_chunks_and_decod
             let expected = &packed[ends[0] * width..ends[1] * width];
             let (positions, whole): (Vec<u32>, _) = ((0..len as u32).collect(), [0, len]);
             let alone = m.transformer.forward(&m.weights, tokens, &positions, Keys::Packed(whole[..].into()), None);
-            assert!(alone.data() == expected, "{name} {dtype:?}: a row of {len} alone");
+            assert!(alone.data() == expected, "{name} {dtype:?} {kv:?}: a row of {len} alone");
             for chunk in [1, 5, 33] {
                 let mut found = Vec::new();
                 for past in (0..len).step_by(chunk) {
                     let end = (past + chunk).min(len);
                     found.extend_from_slice(extend(&m, &mut cache, &[6, 1, 3], &tokens[..end], past).data());
                 }
-                assert!(found == expected, "{name} {dtype:?}: a row of {len} in chunks of {chunk}");
+                assert!(found == expected, "{name} {dtype:?} {kv:?}: a row of {len} in chunks of {chunk}");
             }
         }
     }

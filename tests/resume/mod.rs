@@ -23,6 +23,7 @@ mod placement;
 mod records;
 mod replay;
 mod rewards;
+mod rounded_keys;
 mod starts;
 mod traces;
 mod variants;

@@ -3,11 +3,11 @@
 use super::measure::Meter;
 use super::models::Source;
 use crate::device::{Device, null};
-use crate::dtype::round_bf16;
+use crate::dtype::{KvDtype, round_bf16};
 use crate::model::cost::{self, Work};
 use crate::model::{Arch, AttentionSpec, ExpertsSpec, Feed, TensorPart};
 use crate::ops::adamw;
-use crate::ops::attention::{self, KvLayer, PAGE, PagedSequence};
+use crate::ops::attention::{self, AttentionShape, KvLayer, PAGE, PagedSequence};
 use crate::ops::delta::{self, DeltaShape, StateLayer, States};
 use crate::ops::experts::{Routing, Rule};
 use crate::ops::glu::{self, Activation};
@@ -49,7 +49,9 @@ pub fn run(meter: &mut Meter, source: &Source) {
     for size in RINGS {
         shared_attention(meter, name, arch, size);
     }
-    decode_attention(meter, name, arch);
+    for kv in [KvDtype::Auto, KvDtype::Fp8] {
+        decode_attention(meter, name, arch, kv);
+    }
     if let Some(spec) = arch.deltas().next() {
         delta_rule(meter, name, &spec.shape(TensorPart::whole()));
     }
@@ -162,9 +164,9 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     });
 }
 
-fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
+fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch, kv: KvDtype) {
     let layer = full_attention(arch);
-    let shape = layer.shape(TensorPart::whole());
+    let shape = AttentionShape { kv, ..layer.shape(TensorPart::whole()) };
     let pages = (PAST + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
     let mut cache = KvLayer::new(Device::Cpu, meter.dtype, DECODED * pages, &shape);
@@ -184,10 +186,11 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch) {
     let keys = DECODED * (PAST + 1);
     let cost = Work {
         attention: attention::flops(layer.q_width(), keys as f64),
-        bytes: (2 * keys * layer.kv_width() * KvLayer::value_bytes(Device::Cpu, meter.dtype)) as f64,
+        bytes: (keys * KvLayer::token_bytes(Device::Cpu, meter.dtype, &shape)) as f64,
         ..Work::default()
     };
-    meter.short(&format!("{name} attention decode {DECODED} x {}", PAST + 1), Some(DECODED), cost, || {
+    let what = if kv == KvDtype::Fp8 { " 8 bits" } else { "" };
+    meter.short(&format!("{name} attention decode {DECODED} x {}{what}", PAST + 1), Some(DECODED), cost, || {
         attention::forward_paged(&q, &cache, &paged, &shape, &mut o, None);
     });
 }

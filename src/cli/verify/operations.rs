@@ -2,6 +2,7 @@
 
 use super::compare::{exceeds, row_gaps};
 use super::page::Check;
+use crate::dtype::KvDtype;
 use crate::ops::attention::{self, AttentionShape};
 use crate::ops::glu::{self, Activation};
 use crate::ops::matmul::{self, Into};
@@ -27,6 +28,7 @@ const SHAPE: AttentionShape = AttentionShape {
     scale: 0.25,
     softcap: None,
     values_are_keys: false,
+    kv: KvDtype::Auto,
 };
 
 /// An operation with the results of its kernel and of its equation.

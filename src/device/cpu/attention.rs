@@ -1,7 +1,8 @@
 //! Causal grouped-query attention: visible keys, the KV cache, and the division of the work over threads.
 
 use super::attention_backward::{Backward, Part};
-pub use super::attention_forward::Cached;
+use super::attention_cached::head_len;
+pub use super::attention_cached::{Cached, CachedValue};
 use super::attention_forward::{Forward, Keys};
 pub use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span};
 use super::attention_tile::{TILE, Tile};
@@ -160,16 +161,14 @@ fn divided(backward: &Backward, threads: usize) -> Vec<Vec<Part>> {
 }
 
 /// Elements of one page of keys, or of values.
-pub fn page_len(shape: &AttentionShape) -> usize {
-    shape.kv_heads * shape.head_dim * PAGE
+pub fn page_len<T: CachedValue>(shape: &AttentionShape) -> usize {
+    shape.kv_heads * head_len::<T>(shape.head_dim)
 }
 
-/// Stores the rows k and v (t, g*e), each value converted by `of`, after the cached tokens of their sequences. If values are
-/// keys, only v is stored.
-pub fn kv_append<T: Send + Sync>(
+/// Stores the rows k and v (t, g*e) after the cached tokens of their sequences. If values are keys, only v is stored.
+pub fn kv_append<T: CachedValue>(
     [keys, values]: [&mut [T]; 2],
     [k, v]: [&[f32]; 2],
-    of: impl Fn(f32) -> T + Sync,
     sequences: &[PagedSequence],
     shape: &AttentionShape,
 ) {
@@ -185,20 +184,37 @@ pub fn kv_append<T: Send + Sync>(
     pool().ranges(sequences.len(), 1, small, &|part| {
         for (sequence, start) in sequences[part.clone()].iter().zip(&ends[part]) {
             for (row, at) in (sequence.past..sequence.past + sequence.tokens).enumerate() {
-                let page = sequence.blocks[at / PAGE] as usize * page_len(shape);
+                let page = sequence.blocks[at / PAGE] as usize * page_len::<T>(shape);
                 for head in 0..g {
                     let from = ((start + row) * g + head) * e;
-                    let to = page + head * e * PAGE;
-                    for lane in (0..e).filter(|_| has_keys) {
-                        // SAFETY: keys hold this page, and place `at` of it is this sequence's alone.
-                        unsafe { *keys.ptr().add(to + lane * PAGE + at % PAGE) = of(k[from + lane]) };
+                    let to = page + head * head_len::<T>(e);
+                    // SAFETY: keys and values hold this page, and place `at` of it is this sequence's alone.
+                    unsafe {
+                        if has_keys {
+                            append(&k[from..from + e], keys.ptr().add(to), at % PAGE, [PAGE, 1]);
+                        }
+                        append(&v[from..from + e], values.ptr().add(to), at % PAGE, [1, e]);
                     }
-                    let to = to + at % PAGE * e;
-                    // SAFETY: as above, of values.
-                    let values = unsafe { values.slice(to..to + e) };
-                    values.iter_mut().zip(&v[from..from + e]).for_each(|(value, x)| *value = of(*x));
                 }
             }
         }
     });
+}
+
+/// Stores a vector as the `token`-th of a head of a page, whose dims and tokens are `strides` apart.
+///
+/// # Safety
+/// The head may be written at these places.
+#[inline]
+unsafe fn append<T: CachedValue>(vector: &[f32], head: *mut T, token: usize, [of_dims, of_tokens]: [usize; 2]) {
+    let power = T::power(vector);
+    // SAFETY: promised by the caller.
+    unsafe {
+        for (i, x) in vector.iter().enumerate() {
+            *head.add(i * of_dims + token * of_tokens) = T::of(*x, power);
+        }
+        if T::POWERS > 0 {
+            *head.add(vector.len() * PAGE + token) = T::of_power(power);
+        }
+    }
 }

@@ -4,13 +4,15 @@
 //! Dims: r rows of a tile (a row is a query of one head; heads of a group share their keys), j keys of a block, e head
 //! dim. Scores are stored as [r][j], keys transposed as [e][j], values as [j][e].
 
+use super::attention_cached::{Block, Cached, Side};
 use super::attention_tile::{AttentionShape, PAGE, PagedSequence, Span, TILE, Tile};
 use super::exp::{exp_lanes, tanh_lanes};
 use super::lanes::fold;
 use super::pool::Shares;
-use super::product::{Product, Start, multiply};
+use super::product::{Product, Start};
 use super::scratch::{Rest, taken};
-use super::vector::{Kernel, Vector, copy, prefetch, prefetch_far, transpose};
+use super::vector::{Kernel, Vector, copy, prefetch, transpose};
+use crate::dtype::KvDtype;
 use std::ops::Range;
 
 /// A number below any score that softmax can distinguish from minus infinity. It is finite, so m - m is 0, not NaN.
@@ -23,58 +25,6 @@ pub(super) enum Keys<'a> {
     Packed { k: &'a [f32], v: &'a [f32] },
     /// Pages: keys [g][e][PAGE], values [g][PAGE][e].
     Paged { keys: Cached<'a>, values: Cached<'a>, sequences: &'a [PagedSequence<'a>] },
-}
-
-/// The keys, or the values, of a cache.
-#[derive(Clone, Copy, Debug)]
-pub enum Cached<'a> {
-    F32(&'a [f32]),
-    Bf16(&'a [u16]),
-}
-
-impl Cached<'_> {
-    fn part(self, range: Range<usize>) -> Block {
-        match self {
-            Self::F32(values) => Block::F32(values[range].as_ptr()),
-            Self::Bf16(values) => Block::Bf16(values[range].as_ptr()),
-        }
-    }
-}
-
-/// The keys of a block, transposed, or its values.
-#[derive(Clone, Copy)]
-enum Block {
-    F32(*const f32),
-    Bf16(*const u16),
-}
-
-impl Block {
-    /// `multiply` over this.
-    ///
-    /// # Safety
-    /// Same as `multiply`.
-    #[inline(always)]
-    unsafe fn product<V: Vector>(self, product: Product) {
-        // SAFETY: promised by the caller.
-        unsafe {
-            match self {
-                Self::F32(b) => multiply::<V, 1, _>(b, product),
-                Self::Bf16(b) => multiply::<V, 1, _>(b, product),
-            }
-        }
-    }
-
-    /// Prefetches `n` values into the second-level cache, so that many cache lines are in flight at once.
-    #[inline(always)]
-    unsafe fn prefetch<V: Vector>(self, n: usize) {
-        // SAFETY: instructions as promised.
-        unsafe {
-            match self {
-                Self::F32(from) => prefetch_far::<V>(from, n),
-                Self::Bf16(from) => prefetch_far::<V>(from.cast(), n / 2),
-            }
-        }
-    }
 }
 
 /// One call of forward attention.
@@ -104,9 +54,9 @@ struct Work<'a> {
     max: &'a mut [f32],
     /// exp(old max - new max), by block [r]
     decay: &'a mut [f32],
-    /// [block][e][j]
+    /// [block][e][j]; of pages, one block, if they need another form
     keys: &'a mut [f32],
-    /// [block][j][e]: a dense copy, because rows of v are so far apart that they share few cache lines
+    /// [block][j][e]: a dense copy, because rows of v are so far apart that they share few cache lines; of pages as keys
     values: &'a mut [f32],
     /// The sequence and key head whose blocks up to `.2` are in `keys` and `values`, for packed keys.
     held: (usize, usize, usize),
@@ -151,7 +101,9 @@ impl Forward<'_> {
                 let longest = tiles.iter().map(|tile| self.spans[tile.sequence].keys).max().unwrap_or(0);
                 longest.next_multiple_of(PAGE) * self.shape.head_dim
             }
-            Keys::Paged { .. } if self.shape.values_are_keys => PAGE * self.shape.head_dim,
+            Keys::Paged { .. } if self.shape.values_are_keys || self.shape.kv == KvDtype::Fp8 => {
+                PAGE * self.shape.head_dim
+            }
             Keys::Paged { .. } => 0,
         }
     }
@@ -206,19 +158,20 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         let end = blocks.end;
         for (i, block) in blocks.enumerate() {
-            // SAFETY: promised by the caller.
-            let [keys, values] = unsafe { self.block::<V>(tile, block, work) };
-            if rows < TILE / 2 && matches!(self.keys, Keys::Paged { .. }) && !self.shape.values_are_keys {
+            if let (Keys::Paged { keys, values, sequences }, false) = (self.keys, self.shape.values_are_keys)
+                && rows < TILE / 2
+            {
                 // Decode waits for memory, so values and the next block's keys are prefetched while scores are
                 // computed. SAFETY: instructions as promised.
                 unsafe {
-                    values.prefetch::<V>(e * PAGE);
+                    values.prefetch::<V>(self.head_at(sequences, tile, block), e);
                     if block + 1 < end {
-                        let [next, _] = self.block::<V>(tile, block + 1, work);
-                        next.prefetch::<V>(e * PAGE);
+                        keys.prefetch::<V>(self.head_at(sequences, tile, block + 1), e);
                     }
                 }
             }
+            // SAFETY: promised by the caller.
+            let keys = unsafe { self.block::<V>(Side::Keys, tile, block, work) };
             // SAFETY: q holds rows x e, the key block e x PAGE, p rows x PAGE for each of the blocks; instructions as
             // promised.
             unsafe {
@@ -244,7 +197,7 @@ impl Forward<'_> {
         let (rows, e) = (tile.rows.len(), self.shape.head_dim);
         for (i, block) in blocks.enumerate() {
             // SAFETY: promised by the caller.
-            let [_, values] = unsafe { self.block::<V>(tile, block, work) };
+            let values = unsafe { self.block::<V>(Side::Values, tile, block, work) };
             // SAFETY: the value block holds `count` rows of e values, p rows x PAGE and decay rows for each of the
             // blocks, o rows x e rounded up to PAGE; instructions as promised.
             unsafe {
@@ -273,49 +226,48 @@ impl Forward<'_> {
         }
     }
 
-    /// The keys and the values of a block.
+    /// The place of a block among the heads of all pages.
     #[inline(always)]
-    unsafe fn block<V: Vector>(&self, tile: &Tile, block: usize, work: &mut Work) -> [Block; 2] {
-        let (g, len) = (self.shape.kv_heads, PAGE * self.shape.head_dim);
-        match self.keys {
-            Keys::Packed { k, v } => {
+    fn head_at(&self, sequences: &[PagedSequence], tile: &Tile, block: usize) -> usize {
+        sequences[tile.sequence].blocks[block] as usize * self.shape.kv_heads + tile.kv_head
+    }
+
+    /// The keys or the values of a block.
+    #[inline(always)]
+    unsafe fn block<V: Vector>(&self, side: Side, tile: &Tile, block: usize, work: &mut Work) -> Block {
+        let e = self.shape.head_dim;
+        match (self.keys, side) {
+            (Keys::Packed { k, v }, _) => {
                 // SAFETY: promised by the caller.
                 unsafe { self.hold::<V>([k, v], tile, block, work) };
-                [&work.keys, &work.values].map(|held| Block::F32(held[block * len..].as_ptr()))
+                let held = if side == Side::Keys { &work.keys } else { &work.values };
+                Block::F32(held[block * PAGE * e..].as_ptr())
             }
-            Keys::Paged { keys, values, sequences } => {
-                let at = (sequences[tile.sequence].blocks[block] as usize * g + tile.kv_head) * len;
-                let values = values.part(at..at + len);
-                if self.shape.values_are_keys {
-                    // SAFETY: promised by the caller.
-                    unsafe { self.hold_page::<V>(values, (tile, block), work) };
-                    return [Block::F32(work.keys.as_ptr()), values];
-                }
-                [keys.part(at..at + len), values]
+            (Keys::Paged { values, sequences, .. }, Side::Keys) if self.shape.values_are_keys => {
+                let at = self.head_at(sequences, tile, block);
+                // SAFETY: promised by the caller.
+                unsafe { self.hold_page::<V>(values, at, (tile, block), work) };
+                Block::F32(work.keys.as_ptr())
+            }
+            (Keys::Paged { keys, sequences, .. }, Side::Keys) => {
+                keys.block(self.head_at(sequences, tile, block), e, side, work.keys)
+            }
+            (Keys::Paged { values, sequences, .. }, Side::Values) => {
+                values.block(self.head_at(sequences, tile, block), e, side, work.values)
             }
         }
     }
 
     /// Transposes a page of vectors that are keys and values.
     #[inline(always)]
-    unsafe fn hold_page<V: Vector>(&self, page: Block, (tile, block): (&Tile, usize), work: &mut Work) {
+    unsafe fn hold_page<V: Vector>(&self, page: Cached, at: usize, (tile, block): (&Tile, usize), work: &mut Work) {
         let (e, place) = (self.shape.head_dim, (tile.sequence, tile.kv_head, block));
         if work.held == place {
             return;
         }
         work.held = place;
-        let rows = match page {
-            Block::F32(rows) => rows,
-            Block::Bf16(bits) => {
-                for (i, x) in work.values[..PAGE * e].iter_mut().enumerate() {
-                    // SAFETY: the page has as many values.
-                    *x = f32::from_bits(u32::from(unsafe { *bits.add(i) }) << 16);
-                }
-                work.values.as_ptr()
-            }
-        };
-        // SAFETY: `rows` are PAGE rows of e values, and `keys` holds them; instructions as promised.
-        unsafe { transpose::<V>(rows, e, PAGE, e, work.keys.as_mut_ptr()) };
+        // SAFETY: the rows are PAGE rows of e values, and `keys` holds them; instructions as promised.
+        unsafe { transpose::<V>(page.widened(at, e, work.values), e, PAGE, e, work.keys.as_mut_ptr()) };
     }
 
     /// Transposes the keys of packed rows up to those of `block`, and lays their values side by side.

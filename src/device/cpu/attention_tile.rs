@@ -1,6 +1,7 @@
 //! The units of attention: rows of a sequence with a run of its keys, cut into tiles of rows and blocks of keys.
 
 use super::vector::BLOCK;
+use crate::dtype::KvDtype;
 use std::ops::Range;
 
 /// Tokens of one KV page, and keys of one block of the softmax.
@@ -20,12 +21,24 @@ pub struct AttentionShape {
     pub softcap: Option<f32>,
     /// Whether values are the same vectors as keys, and a cache has them once. No GPU kernel supports it.
     pub values_are_keys: bool,
+    /// The dtype to which keys and values are rounded, in a cache and in training.
+    pub kv: KvDtype,
 }
 
 impl AttentionShape {
     /// The values of a token in a cache.
     pub fn cached_values(&self) -> usize {
         self.kv_heads * self.head_dim * if self.values_are_keys { 1 } else { 2 }
+    }
+
+    /// The bytes of a token in a cache for weights of `bytes` each.
+    pub fn cached_bytes(&self, bytes: usize) -> usize {
+        let values = self.cached_values();
+        match self.kv {
+            KvDtype::Auto => values * bytes,
+            // A power for each vector.
+            KvDtype::Fp8 => values + values / self.head_dim,
+        }
     }
 
     /// The keys that the query at `position` of its sequence sees.

@@ -5,7 +5,7 @@ use crate::device::simd::{level, leveled};
 use crate::dtype::round_bf16;
 
 /// Values below which one thread does it all.
-const SERIAL_MAX: usize = 1 << 16;
+pub(super) const SERIAL_MAX: usize = 1 << 16;
 /// Shares begin at whole cache lines.
 const LINE: usize = 16;
 

@@ -3,6 +3,7 @@
 pub mod adamw;
 pub mod attention;
 mod attention_backward;
+mod attention_cached;
 mod attention_forward;
 mod attention_tile;
 pub mod conv;
@@ -14,6 +15,7 @@ pub mod experts;
 pub mod gelu;
 pub mod glu;
 pub mod grouped;
+pub mod kv_codes;
 mod lanes;
 pub mod layernorm;
 pub mod linear_divergence;

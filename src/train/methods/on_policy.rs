@@ -72,13 +72,14 @@ impl OnlineMethod for OnPolicy {
         let (samples, values) =
             sampling.sample(run, u64::from(EVAL_STEPS) + step, &prompts, 0, &[], &mut Phases::start())?;
         values?;
-        let samples: Vec<&Experience> = samples.iter().collect();
-        let mut all = named(self.0.measure(run, &student(sampling).role, &tokens_of(&samples))?);
+        let all_samples: Vec<&Experience> = samples.iter().collect();
+        let mut all = named(self.0.measure(run, &student(sampling).role, &tokens_of(&all_samples))?);
         if run.config.reward.is_set() {
             let scored = sampling.evaluate(run, step)?;
             all.extend(scored.into_iter().filter(|(key, _)| key != keys::EVAL_TIME_S));
         } else {
             all.extend(named([(keys::EVAL_SAMPLES, prompts.len() as f64)]));
+            all.extend(sampling.kv_divergence(run, &samples, run.config.rollout.temperature)?);
         }
         all.extend(named([(keys::EVAL_TIME_S, start.elapsed().as_secs_f64())]));
         Ok(all)

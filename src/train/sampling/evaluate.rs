@@ -1,11 +1,12 @@
 //! Evaluation of jobs that sample: held-out prompts answered greedily and by sampling, and how many answers are right.
 
+use super::kv_divergence;
 use super::rollout::{Answer, Collector, greedy};
 use crate::config::Config;
 use crate::config::rollout::RolloutConfig;
 use crate::data::PromptSource;
 use crate::error::Result;
-use crate::experience::Prompt;
+use crate::experience::{Experience, Prompt};
 use crate::launch::run::Run;
 use crate::metrics::eval_rows::{EvalAnswer, EvalResponses, EvalRow};
 use crate::metrics::keys::{self, Metrics, named};
@@ -40,8 +41,8 @@ impl Set {
     }
 }
 
-/// Evaluates the actor. `model`: the actor, if it is on this rank. `start`: the time when the preparations began. All
-/// ranks of the run call this.
+/// Evaluates the actor. `model`: the actor, if it is on this rank. `start`: the time when the preparations began. Also
+/// returns the first sampled responses, for `kv_divergence`. All ranks of the run call this.
 ///
 /// # Errors
 /// `Stopped` if the run was asked to stop before all prompts were answered.
@@ -51,10 +52,10 @@ pub fn evaluate(
     collector: &mut Collector,
     step: u64,
     start: Instant,
-) -> Result<Metrics> {
+) -> Result<(Metrics, Vec<Experience>)> {
     let (prompts, sets) = run.ranks.all.agree(held_out(&run.config, &collector.source))?;
     if prompts.is_empty() {
-        return Ok(Vec::new());
+        return Ok((Vec::new(), Vec::new()));
     }
     let sampled = sampled(&run.config);
     let mut answers = Vec::new();
@@ -76,7 +77,14 @@ pub fn evaluate(
         let found = numbers(&run.config, &collector.reward, &of(&answers[0]), &of(&answers[1]));
         all.extend(found.into_iter().map(|(key, value)| (set.key(key), value)));
     }
-    Ok(all)
+    let first = answers[1].iter().take(kv_divergence::RESPONSES_MAX);
+    let first = first.map(|(response, _)| Experience {
+        prompt: prompts[response.prompt].clone(),
+        mask: response.mask(),
+        response: response.clone(),
+        ..Experience::default()
+    });
+    Ok((all, first.collect()))
 }
 
 /// The sampling settings of the non-greedy answers.

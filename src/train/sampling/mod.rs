@@ -6,6 +6,7 @@ mod episodes;
 pub(super) mod evaluate;
 mod experience_maker;
 mod judges;
+pub(super) mod kv_divergence;
 mod models_of_rank;
 pub(super) mod online;
 mod planned_responses;

@@ -3,6 +3,7 @@
 use super::dynamic_sampling::{DroppedGroup, History, Rounds};
 use super::evaluate;
 use super::experience_maker::{Collected, RolloutModels, StagedBatch, make_experience, score_ahead};
+use super::kv_divergence;
 use super::reward_models::RewardModels;
 use super::rollout::Collector;
 use super::rollout_weights::{Gathered, RolloutWeights};
@@ -139,7 +140,18 @@ impl Sampling {
         let sampler = self.copy.as_ref().or(self.actor.as_ref().map(|actor| &actor.role));
         let sampler = sampler.zip(self.rollout_weights.as_ref());
         let gathered = sampler.map(|(role, rollout_weights)| rollout_weights.gather(role, &mut Phases::start()));
-        evaluate::evaluate(run, gathered.as_ref().map(Gathered::model), &mut self.collector, step, start)
+        let model = gathered.as_ref().map(Gathered::model);
+        let (mut found, samples) = evaluate::evaluate(run, model, &mut self.collector, step, start)?;
+        drop(gathered);
+        found.extend(self.kv_divergence(run, &samples, evaluate::sampled(&run.config).temperature)?);
+        Ok(found)
+    }
+
+    /// The effect of rounded keys and values on the policy (`kv_divergence`). All ranks call this.
+    pub fn kv_divergence(&mut self, run: &Run, samples: &[Experience], temperature: f32) -> Result<Metrics> {
+        let frozen = self.copy.as_mut().filter(|copy| copy.name == RoleName::Actor.name());
+        let actor = self.actor.as_mut().map(|actor| &mut actor.role).or(frozen);
+        kv_divergence::measure(run, actor, samples, temperature)
     }
 
     /// Rollout, rewards, scores of reference and critic. Returns the whole batch and its metrics on every rank, after

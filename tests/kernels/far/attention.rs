@@ -8,6 +8,7 @@ use rlhf_hpc::device::cuda::attention::{self, SpanTable};
 use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, copy_page};
 use rlhf_hpc::device::cuda::{Memory, attention_backward, paged_attention};
 use rlhf_hpc::dtype::DType::{self, Bf16, F32};
+use rlhf_hpc::dtype::KvDtype;
 use rlhf_hpc::ops::attention::Span;
 
 /// Values of a row of q, and of k.
@@ -15,7 +16,16 @@ const WIDE: usize = 16 * 128;
 const NARROW: usize = 2 * 128;
 
 fn shape(window: Option<usize>) -> AttentionShape {
-    AttentionShape { heads: 16, kv_heads: 2, head_dim: 128, window, scale: 0.1, softcap: None, values_are_keys: false }
+    AttentionShape {
+        heads: 16,
+        kv_heads: 2,
+        head_dim: 128,
+        window,
+        scale: 0.1,
+        softcap: None,
+        values_are_keys: false,
+        kv: KvDtype::Auto,
+    }
 }
 
 /// Rows of tensors, as attention has them: q, d_o, lse, delta, o, dq and k, v, dk, dv.
@@ -78,6 +88,7 @@ fn paged_shape() -> AttentionShape {
         scale: 0.2,
         softcap: None,
         values_are_keys: false,
+        kv: KvDtype::Auto,
     }
 }
 

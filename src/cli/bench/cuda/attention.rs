@@ -6,6 +6,7 @@ use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
 use crate::device::cuda::kv_cache::{self, KvPages, SequenceTable};
 use crate::device::cuda::rope::Table;
 use crate::device::cuda::{Memory, attention, attention_backward, paged_attention};
+use crate::dtype::KvDtype;
 use crate::ops::ring_attention::{self, Backward, Step};
 use crate::tensor::DType::{Bf16, F32};
 use crate::tensor::Tensor;
@@ -40,6 +41,7 @@ fn shape(bench: &Bench, e: usize) -> AttentionShape {
         scale: 1.0 / (e as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
+        kv: KvDtype::Auto,
     }
 }
 
