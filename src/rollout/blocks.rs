@@ -196,20 +196,15 @@ impl BlockPools {
         }
     }
 
-    /// The number of pages that a sequence may need from a group in addition to its own ones: pages for `more`
-    /// entries of its table, but no more than a window's. Only the first `shared` entries may be shared, and the
-    /// release of a shared page leaves no free one.
-    pub fn missing(&self, group: usize, tables: &BlockTables, more: usize, shared: usize) -> usize {
+    /// The number of a group's pages that only these tables hold. Only the first `shared` entries may have other holders.
+    pub fn own(&self, group: usize, tables: &BlockTables, shared: usize) -> usize {
         let (pool, table) = (&self.groups[group], &tables.0[group]);
+        let is_shared = |page: &&u32| pool.is_shared(**page);
         if pool.kept == Kept::State {
-            return usize::from(table.held().is_none_or(|page| pool.is_shared(page)));
+            return usize::from(table.held().is_some_and(|page| !is_shared(&&page)));
         }
-        if more == 0 || pool.kept == Kept::All {
-            return more;
-        }
-        let shared = table.pages.iter().take(shared).skip(table.freed).filter(|page| pool.is_shared(**page)).count();
-        let own = table.pages.len() - table.freed - shared;
-        more.min(held_max(pool.kept, usize::MAX, 1).saturating_sub(own))
+        let held = table.pages.len().saturating_sub(table.freed);
+        held - table.pages.iter().take(shared).skip(table.freed).filter(is_shared).count()
     }
 
     /// Whether the page has several holders.

@@ -1,7 +1,7 @@
 //! The size of the KV cache: pages for each cache group.
 
 use super::blocks::held_max;
-use super::scheduler::{Limits, Spec, pages_wanted};
+use super::scheduler::{Spec, pages_wanted};
 use crate::config::rollout::RolloutConfig;
 use crate::model::Kept;
 
@@ -12,7 +12,7 @@ pub(super) struct GroupNeed {
     pub page_bytes: usize,
     /// Pages with which no sequence waits for another.
     pub wanted: usize,
-    /// The same for sequences of the expected lengths.
+    /// The same for sequences halfway to the expected lengths, because they begin at different times.
     pub expected: usize,
     /// Pages without which a sequence alone does not fit.
     pub least: usize,
@@ -28,8 +28,7 @@ impl GroupNeed {
         new_tokens_before: Option<usize>,
     ) -> Self {
         let RolloutConfig { batch_max, prefill_tokens_max, .. } = *config;
-        let limits = Limits { batch_max, prefill_tokens_max, pages: Vec::new(), new_tokens_before };
-        let expected_new = limits.expected_new(0, 0).unwrap_or(usize::MAX);
+        let expected_new = new_tokens_before.map_or(usize::MAX, |mean| mean / 2 + 1);
         let expected = |spec: &Spec| Spec { new_tokens_max: spec.new_tokens_max.min(expected_new), ..*spec };
         let all = |specs: Vec<Spec>| pages_wanted(specs, kept, batch_max, prefill_tokens_max);
         let least = specs.iter().map(|spec| held_max(kept, spec.cached_max(), prefill_tokens_max));

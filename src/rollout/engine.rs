@@ -97,13 +97,15 @@ impl Engine {
         let (specs, queue) = (specs(requests), hooks.queue.as_ref());
         let batch_max = queue.map_or(self.config.batch_max, |queue| queue.batch_max.min(self.config.batch_max));
         let config = RolloutConfig { batch_max, ..self.config.clone() };
-        let before = self.new_tokens_before;
+        let before = self.expected_before(requests, hooks);
         let need = |kept, page_bytes| GroupNeed::of_sequences(&specs, kept, page_bytes, &config, before);
-        let limits = Limits { batch_max, ..self.make_cache(&model, &specs, need) };
+        let pages = self.make_cache(&model, &specs, need);
+        let limits = Limits { batch_max, new_tokens_before: before, ..pages };
         let mut scheduler = Scheduler::new(specs.iter().copied(), limits.clone())?;
-        // The prompts of a null device are all the same tokens.
-        // Nor are states kept at the ends of pages.
-        if self.steps == DecodeSteps::All && !scheduler.has_states() {
+        // The prompts of a null device are all the same tokens, and states are not kept at the ends of pages.
+        if self.steps != DecodeSteps::All {
+            scheduler.admit_in_batches();
+        } else if !scheduler.has_states() {
             share_prefixes(&mut scheduler, &specs, requests);
         }
         if queue.is_some() {
@@ -148,6 +150,14 @@ impl Engine {
         let count = new_tokens.clone().count();
         self.new_tokens_before = new_tokens.sum::<usize>().checked_div(count).or(self.new_tokens_before);
         Ok(outcome)
+    }
+
+    /// The mean number of new tokens of earlier responses. Responses that only end at their maximum are expected to
+    /// reach it.
+    fn expected_before(&self, requests: &[Request], hooks: &Hooks) -> Option<usize> {
+        let runs_to_max = |request: &Request| request.stop.tokens.is_empty() && request.stop.strings.is_empty();
+        let all_run_to_max = hooks.turns.is_none() && requests.iter().all(runs_to_max);
+        if all_run_to_max { Some(usize::MAX) } else { self.new_tokens_before }
     }
 
     /// Returns the best responses to each prompt by beam search. Of consecutive requests with the same prompt, the

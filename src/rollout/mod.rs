@@ -13,6 +13,7 @@ pub mod engine;
 mod graphs;
 mod hooks;
 mod live;
+mod peak;
 mod prefixes;
 mod run;
 pub mod scheduler;

@@ -80,6 +80,11 @@ impl Prefixes {
         self.chains.get(group).map_or(&[], Vec::as_slice)
     }
 
+    /// The number of pages that prompts of other groups begin with, too, until the group's prompt is read.
+    pub(super) fn common(&self, group: usize) -> usize {
+        self.chain(group).len()
+    }
+
     /// The number of pages that a sequence of the group does not need to read.
     pub(super) fn held(&self, group: usize) -> usize {
         self.chain(group).iter().take_while(|&&page| self.heads[page] != Head::Absent).count()

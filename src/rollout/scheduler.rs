@@ -2,10 +2,10 @@
 //!
 //! - A step feeds one token of every sequence that decodes, and up to `prefill_tokens_max` prompt tokens of sequences
 //!   that still read their prompt, in one forward.
-//! - A sequence is admitted when a slot and the pages it is expected to need are free. The expectation starts at the
-//!   mean length of the rollout before, or at the maximum length, and then follows the mean of finished sequences. If
-//!   it was too low, the youngest sequence is preempted: it releases its pages and later reads its tokens again, with
-//!   the same bits. The oldest sequence is never preempted.
+//! - A sequence is admitted when a slot is free and the cache has the pages that all running sequences are expected to
+//!   hold at once (`admission`). The expected lengths follow the finished and running sequences. If they were too short,
+//!   the sequence with the fewest cached tokens is preempted: it releases its pages and later reads its tokens again,
+//!   with the same bits. The sequence with the most new tokens is never preempted.
 //! - Samples of one prompt form a group. The first one admitted reads the prompt. The others share its full pages, copy
 //!   the last partial one, and sample their first token from the same logits.
 //! - Pages at the beginning of the prompts of several groups are also read once (`Prefixes`).
@@ -38,11 +38,15 @@ pub struct Scheduler {
     forks: Vec<usize>,
     pub(super) finished: usize,
     pub(super) finished_new_tokens: usize,
-    preemptions: usize,
+    /// The expected mean number of new tokens before any sequence has ended, and its weight.
+    pub(super) expected_before: [f64; 2],
+    pub(super) preemptions: usize,
     /// The number of sequences that wait for an answer without a slot.
-    awaiting_env: usize,
+    pub(super) awaiting_env: usize,
     /// Whether more sequences may be added (`add`) than the waiting ones.
     pub(super) is_open: bool,
+    /// Whether all sequences of a batch count as long as the longest.
+    pub(super) in_batches: bool,
     pub(super) prefixes: Prefixes,
     /// Prompt tokens of new sequences that other sequences have read.
     prefix_hit_tokens: usize,
@@ -74,6 +78,7 @@ impl Scheduler {
         }
         Ok(Self {
             pools: BlockPools::new(&limits.pages),
+            expected_before: limits.expected_before(&sequences),
             limits,
             waiting: (0..sequences.len()).collect(),
             sequences,
@@ -86,6 +91,7 @@ impl Scheduler {
             preemptions: 0,
             awaiting_env: 0,
             is_open: false,
+            in_batches: false,
             prefixes: Prefixes::default(),
             prefix_hit_tokens: 0,
         })
@@ -99,6 +105,12 @@ impl Scheduler {
     /// The copies of pages that are needed before the planned forward, in this order.
     pub fn take_copies(&mut self) -> Vec<PageCopy> {
         self.pools.take_copies()
+    }
+
+    /// Admits a sequence only if it fits at its maximum beside all others at theirs, because a plan runs only the first
+    /// and the last step of each.
+    pub fn admit_in_batches(&mut self) {
+        self.in_batches = true;
     }
 
     /// Reads pages that prompts have in common only once.
@@ -179,13 +191,13 @@ impl Scheduler {
         if self.running.len() >= self.limits.batch_max || self.waiting.is_empty() {
             return &self.forks;
         }
-        let mut room = self.room();
+        let mut rooms = self.rooms();
         while let Some(&s) = self.waiting.front() {
             if self.running.len() >= self.limits.batch_max {
                 break;
             }
             // One sequence always runs. If it needs more than expected, no other one fits.
-            if !self.take_room(s, &mut room) && !self.running.is_empty() {
+            if !self.take_room(s, &mut rooms) && !self.running.is_empty() {
                 break;
             }
             self.waiting.pop_front();
@@ -209,8 +221,9 @@ impl Scheduler {
             Prefix::Absent if group.fresh > 1 => {
                 group.prefix = Prefix::Pending;
                 sequence.leads = true;
+                sequence.shared = sequence.spec.prompt_tokens / PAGE;
             }
-            Prefix::Absent => {}
+            Prefix::Absent => sequence.shared = self.prefixes.common(sequence.spec.group),
             Prefix::Pending => sequence.state = State::Follower,
             Prefix::Ready(_) => {
                 sequence.state = State::Follower;
@@ -224,10 +237,8 @@ impl Scheduler {
     pub fn plan(&mut self) -> &[Chunk] {
         self.feeds.clear();
         let mut budget = self.limits.prefill_tokens_max.max(1);
-        let mut i = 0;
-        while i < self.running.len() {
-            let s = self.running[i];
-            i += 1;
+        for s in self.running.clone() {
+            // One that is preempted for an earlier one no longer runs.
             if self.sequences[s].state != State::Running || self.sequences[s].waits || !self.take_prefix(s) {
                 continue;
             }
@@ -244,6 +255,12 @@ impl Scheduler {
             self.feeds.push(Chunk { sequence: s, past, tokens, complete: tokens == left });
         }
         &self.feeds
+    }
+
+    /// Removes a sequence from the next forward.
+    pub(super) fn unplan(&mut self, s: usize) {
+        self.running.retain(|&r| r != s);
+        self.feeds.retain(|feed| feed.sequence != s);
     }
 
     /// Gives a sequence that reads its prompt the pages that others have read. Returns false if it has to wait for one.
@@ -383,6 +400,7 @@ impl Scheduler {
         let partial = (tables.len() > full).then(|| tables.pages_at(full));
         let spec = self.sequences[s].spec;
         self.sequences[s].tables = self.pools.share(tables, full);
+        self.sequences[s].shared = full;
         self.sequences[s].tables.reserve(spec.pages_max() - full);
         self.prefix_hit_tokens += prompt_tokens;
         let Some(from) = partial else {
@@ -403,7 +421,7 @@ impl Scheduler {
     /// Ends the sequence, and frees its slot and pages at once.
     pub fn finish(&mut self, s: usize) {
         self.finished += 1;
-        self.finished_new_tokens += self.sequences[s].length - self.sequences[s].spec.prompt_tokens;
+        self.finished_new_tokens += self.sequences[s].new_tokens();
         self.ends_waiting(s);
         if let Some(i) = self.running.iter().position(|&r| r == s) {
             self.running.remove(i);
@@ -416,44 +434,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes the sequence's pages cover `tokens`. Returns false if it had to release its own pages.
-    fn cover(&mut self, s: usize, tokens: usize) -> bool {
-        while let Err(group) = self.pools.cover(&mut self.sequences[s].tables, tokens) {
-            if self.prefixes.drop_unused(&mut self.pools, group) {
-                // One of them is free now.
-            } else if self.running.len() > 1 {
-                let youngest = *self.running.last().expect("at least two run");
-                self.preempt(youngest);
-                if youngest == s {
-                    return false;
-                }
-            } else if !self.drop_prefixes() {
-                self.preempt(s);
-                return false;
-            }
-        }
-        true
-    }
-
-    fn preempt(&mut self, s: usize) {
-        self.preemptions += 1;
-        self.prefixes.cancel(s);
-        self.running.retain(|&r| r != s);
-        if self.sequences[s].waits {
-            self.awaiting_env += 1;
-        } else {
-            self.waiting.push_front(s);
-        }
-        self.release_blocks(s);
-        let sequence = &mut self.sequences[s];
-        sequence.state = State::Waiting;
-        sequence.past = 0;
-        if std::mem::take(&mut sequence.leads) {
-            self.groups[sequence.spec.group].prefix = Prefix::Absent;
-        }
-    }
-
-    fn release_blocks(&mut self, s: usize) {
+    pub(super) fn release_blocks(&mut self, s: usize) {
         self.pools.clear(&mut self.sequences[s].tables);
     }
 
@@ -466,7 +447,7 @@ impl Scheduler {
     }
 
     /// Releases all kept prompts. Their later samples read them again.
-    fn drop_prefixes(&mut self) -> bool {
+    pub(super) fn drop_prefixes(&mut self) -> bool {
         (0..self.groups.len()).filter(|&group| self.drop_prefix(group)).count() > 0
     }
 }

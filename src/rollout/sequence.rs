@@ -16,16 +16,27 @@ pub struct Limits {
     pub new_tokens_before: Option<usize>,
 }
 
-/// Finished sequences needed before their own mean length is the expectation.
-const FINISHED_MIN: usize = 8;
+/// The weight of the expectation before any sequence has ended, in sequences, if there were no earlier ones.
+const WEIGHT_UNKNOWN: f64 = 2.0;
+
+/// The share of the mean that a sequence near or beyond it is expected to have left.
+const REMAINDER: f64 = 0.2;
 
 impl Limits {
-    /// The expected number of new tokens of a sequence, after `finished` sequences with `new_tokens` in all. It is a
-    /// quarter more than their mean, or than the mean of earlier sequences. `None` if there is no mean.
-    pub fn expected_new(&self, finished: usize, new_tokens: usize) -> Option<usize> {
-        let mean = if finished < FINISHED_MIN { self.new_tokens_before } else { Some(new_tokens / finished) };
-        mean.map(|mean| mean * 5 / 4 + 1)
+    /// The mean number of new tokens that these sequences are expected to have before any has ended, and its weight.
+    pub(super) fn expected_before(&self, sequences: &[Sequence]) -> [f64; 2] {
+        let count = sequences.len().max(1) as f64;
+        let longest = sequences.iter().map(|sequence| sequence.spec.new_tokens_max as f64).sum::<f64>() / count;
+        self.new_tokens_before.map_or([longest / 2.0, WEIGHT_UNKNOWN], |mean| [mean as f64, count])
     }
+}
+
+/// The new tokens that a sequence is expected to have after `n`, if the mean is μ and the maximum `max`:
+///
+/// r(n) = min(max(μ - n, 0.2 μ), max - n)
+pub(super) fn remainder(mean: f64, n: usize, max: usize) -> usize {
+    let rest = (mean - n as f64).max(REMAINDER * mean);
+    (rest.ceil() as usize).clamp(1, max.saturating_sub(n).max(1))
 }
 
 /// A sequence's share of a forward: `tokens` tokens after the `past` cached ones.
@@ -131,6 +142,8 @@ pub(super) struct Sequence {
     /// Tokens in the cache.
     pub past: usize,
     pub tables: BlockTables,
+    /// The number of leading entries of the tables that other sequences may hold, too.
+    pub shared: usize,
     /// Reads the prompt for its group.
     pub leads: bool,
     /// Samples its first token from the group's prompt logits, and has yet to end or to take its share of the pages.
@@ -142,7 +155,17 @@ pub(super) struct Sequence {
 impl Sequence {
     pub fn new(spec: Spec, groups: usize) -> Self {
         let (state, length, tables) = (State::Waiting, spec.prompt_tokens, BlockTables::new(groups));
-        Self { spec, state, length, past: 0, tables, leads: false, forks: false, waits: false }
+        Self { spec, state, length, past: 0, tables, shared: 0, leads: false, forks: false, waits: false }
+    }
+
+    /// New tokens so far.
+    pub fn new_tokens(&self) -> usize {
+        self.length - self.spec.prompt_tokens
+    }
+
+    /// Waits for a slot, and then reads all its tokens.
+    pub fn restart(&mut self) {
+        (self.state, self.past, self.shared) = (State::Waiting, 0, 0);
     }
 }
 

@@ -20,6 +20,8 @@ struct Rehearsal {
     fed: usize,
     forwards: usize,
     running_max: usize,
+    /// Used pages of the first cache group: the most, and the sum over all forwards.
+    used: [usize; 2],
     limits: Limits,
     /// Groups that are not submitted yet, the next one last. Empty if all are submitted at the start.
     held: Option<Vec<Range<usize>>>,
@@ -48,6 +50,7 @@ impl Rehearsal {
             fed: 0,
             forwards: 0,
             running_max: 0,
+            used: [0; 2],
             limits,
             held: None,
             shares: false,
@@ -177,6 +180,8 @@ impl Rehearsal {
             }
         }
         self.check_held(&feeds);
+        let used = self.limits.pages[0].pages - self.scheduler.free_pages()[0];
+        self.used = [self.used[0].max(used), self.used[1] + used];
         self.forwards += usize::from(!feeds.is_empty());
         for feed in feeds {
             self.fed += feed.tokens;
@@ -322,16 +327,78 @@ fn a_long_response_holds_only_the_pages_of_its_window() {
 fn a_rollout_expects_the_lengths_of_the_previous_one_and_admits_as_many_as_then_fit() {
     let (specs, lengths) = (groups(&[10; 24], 1, 500), [20; 24]);
     let run = |new_tokens_before| {
-        let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: whole(40), new_tokens_before };
+        let limits = Limits { batch_max: 24, prefill_tokens_max: 240, pages: whole(20), new_tokens_before };
         Rehearsal::new(&specs, &lengths, limits).run()
     };
     let [unknown, known, too_short] = [None, Some(20), Some(1)].map(run);
     [&unknown, &known, &too_short].into_iter().for_each(Rehearsal::assert_complete);
-    // Two at their longest fit 40 pages, until eight have ended.
-    assert_eq!((known.running_max, known.scheduler.preemptions()), (20, 0));
-    assert!(unknown.running_max > 10, "{} ran at once", unknown.running_max);
-    assert!(2 * known.forwards < unknown.forwards, "{} and {}", known.forwards, unknown.forwards);
-    assert!(too_short.forwards < unknown.forwards, "what ends later than expected waits for pages");
+    // One page for each. Of half of the maximum length, two fit 20 pages.
+    assert_eq!((known.running_max, known.scheduler.preemptions(), known.used[0]), (20, 0, 20));
+    assert!(unknown.running_max > 8, "{} ran at once", unknown.running_max);
+    assert!(known.forwards < unknown.forwards, "{} and {}", known.forwards, unknown.forwards);
+    assert_eq!(too_short.forwards, known.forwards);
+}
+
+/// 96 lengths around 120, with a maximum of 480.
+fn spread() -> Vec<usize> {
+    let rng = Rng::new(9, Purpose::Shuffle);
+    let below = |i: u32, what| rng.below(120, [i, what, 0, 0]) as usize;
+    (0..96).map(|i| (20 + below(i, 0) + if below(i, 1) < 30 { 3 * below(i, 2) } else { 0 }).min(480)).collect()
+}
+
+#[test]
+fn the_cache_is_full_at_the_projected_peak() {
+    let lengths = spread();
+    let mean = lengths.iter().sum::<usize>() / lengths.len();
+    // Equal lengths that are known; different ones with a known mean; the same in the first rollout.
+    let cases = [
+        (vec![480; 96], Some(480), 0.95, 0.4, 0),
+        (lengths.clone(), Some(mean), 0.95, 0.65, 20),
+        (lengths, None, 0.95, 0.6, 30),
+    ];
+    for (lengths, new_tokens_before, peak, on_average, preemptions) in cases {
+        let pages = 16 * pages_of(10 + 480);
+        let limits = Limits { batch_max: 96, prefill_tokens_max: 240, pages: whole(pages), new_tokens_before };
+        let done = Rehearsal::new(&groups(&[10; 96], 1, 480), &lengths, limits).run();
+        done.assert_complete();
+        let [most, sum] = done.used.map(|used| used as f64 / pages as f64);
+        assert!(most >= peak, "{new_tokens_before:?}: {most}");
+        let average = sum / done.forwards as f64;
+        assert!(average >= on_average, "{new_tokens_before:?}: {average}");
+        assert!(done.scheduler.preemptions() <= preemptions, "{}", done.scheduler.preemptions());
+    }
+}
+
+#[test]
+fn a_cache_for_barely_one_sequence_ends_all_of_them_whatever_is_expected() {
+    let lengths: Vec<usize> = spread().into_iter().take(24).collect();
+    let once: usize = 24 * 40 + lengths.iter().map(|length| length - 1).sum::<usize>();
+    for samples in [1, 4] {
+        for new_tokens_before in [None, Some(1), Some(100), Some(480)] {
+            let limits =
+                Limits { batch_max: 8, prefill_tokens_max: 64, pages: whole(pages_of(40 + 479)), new_tokens_before };
+            let done = Rehearsal::new(&groups(&vec![40; 24 / samples], samples, 480), &lengths, limits).run();
+            done.assert_complete();
+            let again = (done.fed as f64 - once as f64) / once as f64;
+            assert!(again < 0.25, "{samples} samples, {new_tokens_before:?}: {again}");
+        }
+    }
+}
+
+#[test]
+fn the_sequence_that_has_to_read_the_fewest_tokens_again_is_preempted() {
+    // The prompts fill 3, 1 and 4 of 9 pages, and each sequence needs one more for its second token.
+    let specs = [3, 1, 4].into_iter().enumerate();
+    let specs = specs.map(|(group, pages)| Spec { group, prompt_tokens: pages * PAGE, new_tokens_max: 9 });
+    let limits = Limits { batch_max: 3, prefill_tokens_max: 9 * PAGE, pages: whole(9), new_tokens_before: Some(1) };
+    let mut scheduler = Scheduler::new(specs, limits).expect("each fits");
+    scheduler.admit();
+    for feed in scheduler.plan().to_vec() {
+        scheduler.fed(feed);
+        scheduler.accept(feed.sequence);
+    }
+    let fed: Vec<usize> = scheduler.plan().iter().map(|feed| feed.sequence).collect();
+    assert_eq!((fed, scheduler.preemptions()), (vec![0, 2], 1));
 }
 
 #[test]
@@ -376,10 +443,9 @@ fn a_finished_sequence_frees_its_slot_at_once() {
 
 #[test]
 fn a_pool_for_few_sequences_runs_the_others_later_without_preemption() {
-    // At first the scheduler expects full-length responses, so it never has to preempt.
-    let specs = groups(&[40; 20], 1, 100);
-    let limits =
-        Limits { batch_max: 20, prefill_tokens_max: 2048, pages: whole(3 * pages_of(139)), new_tokens_before: None };
+    // Responses of known length never have to be preempted.
+    let (specs, new_tokens_before) = (groups(&[40; 20], 1, 100), Some(100));
+    let limits = Limits { batch_max: 20, prefill_tokens_max: 2048, pages: whole(3 * pages_of(139)), new_tokens_before };
     let done = Rehearsal::new(&specs, &[100; 20], limits).run();
     done.assert_complete();
     assert_eq!(done.running_max, 3);
