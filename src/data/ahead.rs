@@ -30,6 +30,8 @@ pub struct Ahead {
     pub eval: Vec<RowTokens>,
     /// Whether these are some of the job's rows, spread over its files, instead of its first rows.
     pub is_sample: bool,
+    /// The number of images in all rows; an estimate, if these are a sample.
+    pub images: usize,
 }
 
 /// The lengths of the first `n` rows of a run with the same keys. Files of rows that are not encoded in `cache` yet are
@@ -54,7 +56,7 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
     let made = tempfile::Builder::new().prefix("rlhf-hpc-").tempdir();
     let temp = made.map_err(|e| Error::io("create a directory in", std::env::temp_dir(), &e))?;
     let mut config = DataConfig { pretrain: Vec::new(), ..config.clone() };
-    let is_sample = bytes > WHOLE_BYTES_MAX;
+    let (is_sample, mut sampled) = (bytes > WHOLE_BYTES_MAX, 0);
     if is_sample {
         // For lengths, the rows of evaluation sets count like training rows.
         config.prompts.extend(std::mem::take(&mut config.eval_sets).into_iter().flat_map(|set| set.prompts));
@@ -72,6 +74,7 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
                 sample(&files, &few)?;
                 *name = few.display().to_string();
             }
+            sampled += if is_rows(Path::new(name)) { bytes_of(name)? } else { 0 };
         }
         // A small sample may hold no row of the eval split, and lengths do not need one.
         config.eval_split = String::new();
@@ -81,12 +84,16 @@ pub fn look_ahead(reading: Reading<'_>, cache: &Path, seed: u64, n: usize) -> Re
     }
     let reading = Reading { config: &config, ..reading };
     let prepared = prepare(reading, temp.path(), &mut Hashes::default(), &alone)?;
-    Rows::open(reading, &prepared, seed)?.into_ahead(n, is_sample)
+    let mut ahead = Rows::open(reading, &prepared, seed)?.into_ahead(n, is_sample)?;
+    if sampled > 0 {
+        ahead.images = (ahead.images as f64 * bytes as f64 / sampled as f64) as usize;
+    }
+    Ok(ahead)
 }
 
 impl Rows {
     fn into_ahead(mut self, n: usize, is_sample: bool) -> Result<Ahead> {
-        Ok(Ahead { rows: self.ahead(n)?, eval: self.eval_tokens()?, is_sample })
+        Ok(Ahead { rows: self.ahead(n)?, eval: self.eval_tokens()?, is_sample, images: self.count_images() })
     }
 
     pub fn eval_tokens(&self) -> Result<Vec<RowTokens>> {
@@ -101,7 +108,8 @@ impl Rows {
 
     fn tokens_of(&self, entry: &Entry) -> Result<RowTokens> {
         let response = self.kind.spec().response_tokens(entry, self.document(entry))?;
-        Ok(RowTokens { prompt: entry.tokens() - response, response })
+        let images = entry.sizes_of_images(self.document(entry))?;
+        Ok(RowTokens { prompt: entry.tokens() - response, response, images })
     }
 }
 

@@ -12,10 +12,42 @@ use std::ops::Range;
 pub(super) const PIECE_SHIFT: u32 = 48;
 
 /// Tokens of a row: of its prompts, and of its responses, if it has any.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RowTokens {
     pub prompt: usize,
     pub response: usize,
+    /// The images among the tokens of the prompt.
+    #[serde(default)]
+    pub images: RowImages,
+}
+
+/// The images of a row: their number, and the tokens and patches of all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RowImages {
+    pub count: usize,
+    pub tokens: usize,
+    pub patches: usize,
+}
+
+impl RowImages {
+    pub fn of(images: &[Image]) -> Self {
+        let patches = images.iter().map(|image| image.grid.iter().product::<usize>()).sum();
+        Self { count: images.len(), tokens: images.iter().map(|image| image.tokens).sum(), patches }
+    }
+
+    /// Images of these sizes in all, one after another at the beginning of row `row`. Those of other rows differ.
+    fn images(self, row: u64) -> Vec<Image> {
+        let Self { count, tokens, patches } = self;
+        let merge = (patches / tokens.max(1)).isqrt();
+        let mut at = 0;
+        let image = |i: usize| {
+            let own = tokens / count + usize::from(i < tokens % count);
+            let hash = row << 16 | i as u64;
+            at += own;
+            Image { at: at - own, tokens: own, grid: [1, merge, merge * own], hash, ..Image::default() }
+        };
+        (0..count).map(image).collect()
+    }
 }
 
 impl RowTokens {
@@ -38,13 +70,15 @@ pub struct Entry {
     pub pieces: u32,
     /// Tokens of the row that were cut off.
     pub cut: u32,
+    /// The images of a row of which only lengths are known.
+    pub images: RowImages,
 }
 
 impl Entry {
-    /// A row of which only the length is known. Everything after the prompt is the response.
-    pub fn of_length(row: &RowTokens) -> Self {
-        let (end, rest) = (row.prompt as u32, row.response as u32);
-        Self { source: 0, document: 0, start: 0, end, rest, piece: 0, pieces: 1, cut: 0 }
+    /// A row of which only lengths are known, with its number. Everything after the prompt is the response.
+    pub fn of_length(row: &RowTokens, document: u64) -> Self {
+        let (end, rest, images) = (row.prompt as u32, row.response as u32, row.images);
+        Self { source: 0, document, start: 0, end, rest, piece: 0, pieces: 1, cut: 0, images }
     }
 
     pub fn tokens(&self) -> usize {
@@ -57,8 +91,22 @@ impl Entry {
         [self.start as usize..self.end as usize, prompt..prompt + self.rest as usize]
     }
 
-    /// The images among its tokens.
-    pub fn images(&self, document: Document) -> Result<Vec<Image>> {
+    /// The images among its tokens. Without a document they have no files.
+    pub fn images(&self, document: Option<Document>) -> Result<Vec<Image>> {
+        self.placed(document, Document::images)
+    }
+
+    /// The sizes of the images among its tokens.
+    pub(super) fn sizes_of_images(&self, document: Option<Document>) -> Result<RowImages> {
+        Ok(RowImages::of(&self.placed(document, Document::image_places)?))
+    }
+
+    fn placed<'a>(
+        &self,
+        document: Option<Document<'a>>,
+        all: impl Fn(Document<'a>) -> Result<Vec<Image>>,
+    ) -> Result<Vec<Image>> {
+        let Some(document) = document else { return Ok(self.images.images(self.document)) };
         if !document.source.shard.has_images() {
             return Ok(Vec::new());
         }
@@ -71,7 +119,7 @@ impl Entry {
             };
             Some(Image { at, ..image })
         };
-        Ok(document.images()?.into_iter().filter_map(place).collect())
+        Ok(all(document)?.into_iter().filter_map(place).collect())
     }
 }
 
@@ -131,6 +179,7 @@ pub(super) fn cut(config: &DataConfig, document: Document, prompt: usize, rest: 
             piece: piece as u32,
             pieces,
             cut: (prompt_cut + rest - rest_kept) as u32,
+            images: RowImages::default(),
         });
     }
     Ok(entries)

@@ -28,7 +28,7 @@ mod split;
 
 pub use crate::config::method::RowKind;
 pub use ahead::look_ahead;
-pub use cut::RowTokens;
+pub use cut::{RowImages, RowTokens};
 pub use encode::{sequences, shard_rows};
 pub use feed::Cursor;
 pub use hashes::Hashes;

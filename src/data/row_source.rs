@@ -87,6 +87,11 @@ impl<T: Row> RowSource<T> {
         self.rows.have_images()
     }
 
+    /// The number of images in the rows.
+    pub fn count_images(&self) -> usize {
+        self.rows.count_images()
+    }
+
     /// The next `n` rows. They may span the end of an epoch and the start of the next, so no row is dropped.
     pub fn next(&mut self, n: usize) -> Result<Vec<T>> {
         let mut next = || {

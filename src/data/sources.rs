@@ -273,17 +273,27 @@ impl Rows {
 
     fn of_lengths(reading: Reading<'_>, train: &[RowTokens], eval: &[RowTokens], seed: u64) -> Result<Self> {
         let config = DataConfig { order: Order::Sequential, weights: Vec::new(), ..reading.config.clone() };
-        let entries = |rows: &[RowTokens]| rows.iter().map(Entry::of_length).collect::<Vec<_>>();
+        let entries = |rows: &[RowTokens], first: usize| {
+            rows.iter().zip(first as u64..).map(|(row, i)| Entry::of_length(row, i)).collect::<Vec<_>>()
+        };
         let rows = (0..train.len() as u32).collect();
-        let stratum = Stratum { entries: entries(train), rows, weight: 1.0, ..Stratum::default() };
+        let stratum = Stratum { entries: entries(train, 0), rows, weight: 1.0, ..Stratum::default() };
         let ledger = Ledger { rows: train.len() as u64, ..Ledger::default() };
         let feed = Feed::new(&config, vec![stratum], seed, ledger)?;
         let pretrain = reading.config.of_pretrain().map(|config| {
-            let longest = RowTokens { prompt: config.prompt_tokens_max, response: 0 };
+            let longest = RowTokens { prompt: config.prompt_tokens_max, ..RowTokens::default() };
             Self::of_lengths(reading.of_pretrain(&config), &[longest], &[], seed).map(Box::new)
         });
         let (kind, pretrain, eval_sets, filtered) = (reading.kind, pretrain.transpose()?, Vec::new(), Vec::new());
-        Ok(Self { sources: Arc::default(), feed, eval: entries(eval), kind, pretrain, eval_sets, filtered })
+        Ok(Self {
+            sources: Arc::default(),
+            feed,
+            eval: entries(eval, train.len()),
+            kind,
+            pretrain,
+            eval_sets,
+            filtered,
+        })
     }
 
     /// These rows, and the rows of each of `data.eval_sets`.
@@ -305,6 +315,11 @@ impl Rows {
     pub fn have_images(&self) -> bool {
         self.with_sets().any(|rows| rows.sources.iter().any(|source| source.shard.has_images()))
             || self.pretrain.as_ref().is_some_and(|texts| texts.have_images())
+    }
+
+    /// The number of images in all shards.
+    pub fn count_images(&self) -> usize {
+        self.with_sets().flat_map(|rows| &*rows.sources).map(|source| source.shard.count_images()).sum()
     }
 
     /// Rows (or pieces of long prompts) in an epoch.

@@ -129,8 +129,8 @@ pub struct Expected {
 }
 
 /// Computes the memory of a rank of each placement with a model. The arguments are: whether cuBLASLt is used and keeps
-/// its workspace, the lengths of the job's first rows, and the lengths of its evaluation rows.
-pub type Count = Box<dyn Fn(&Config, Option<[bool; 2]>, &[RowTokens], &[RowTokens]) -> Vec<Option<Expected>>>;
+/// its workspace, the lengths of the job's first rows and of its evaluation rows, and the number of images in all rows.
+pub type Count = Box<dyn Fn(&Config, Option<[bool; 2]>, [&[RowTokens]; 2], usize) -> Vec<Option<Expected>>>;
 
 /// The plan of a run, the same on all ranks.
 #[derive(Default)]

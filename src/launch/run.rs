@@ -284,9 +284,9 @@ impl Run {
     ///
     /// Layouts do not change. They are chosen for the longest rows that the job allows, so every start and resume has
     /// the same.
-    pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens]) {
+    pub fn expect(&mut self, rows: &[RowTokens], eval: &[RowTokens], images: usize) {
         let fast = self.gemm.as_ref().map(|gemm| [gemm.fast, gemm.is_open]);
-        let count = |count: &Count| count(&self.config, fast, rows, eval);
+        let count = |count: &Count| count(&self.config, fast, [rows, eval], images);
         self.plan.expected = self.plan.count.as_ref().map(count).unwrap_or_default();
     }
 

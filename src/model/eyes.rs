@@ -7,7 +7,7 @@ use super::frozen_tower::FrozenTower;
 use super::pixels::Pixels;
 use super::tower::{Merged, Tower, TowerSaved};
 use super::weights::{Gradients, Weights};
-use crate::device::Device;
+use crate::device::{Device, null};
 use crate::error::{Error, Result};
 use crate::experience::{Image, Patches};
 use crate::ops::rows;
@@ -15,6 +15,7 @@ use crate::pictures::Picture;
 use crate::tensor::{DType, Tensor};
 use std::cell::OnceCell;
 use std::collections::HashMap;
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -79,6 +80,7 @@ impl Eyes {
         let Place::Frozen(frozen) = &self.place else { return Ok(()) };
         if frozen.get().is_none() {
             let (sight, dir) = (arch.need_sight()?, arch.others.as_deref());
+            let dir = if null::is_active() { Some(dir.unwrap_or(Path::new(""))) } else { dir };
             let dir = dir.ok_or_else(|| Error::fault("the model's directory is not known"))?;
             let _ = frozen.set(FrozenTower::open(dir, arch, &sight.spec, dtype)?);
         }
@@ -163,6 +165,8 @@ impl Seen {
             };
             tokens.extend(seen.iter().map(|token| first + token));
         }
+        let values: usize = images.iter().map(|image| image.grid.iter().product::<usize>()).sum();
+        let _patches = null::hold("patches of images", values * tower.spec.patch_values() * size_of::<f32>());
         let (merged, saved) = tower.forward(w, &images, keep);
         let merged = merged.each(|all| gathered(all, &tokens));
         let rows = pictures.iter().flat_map(|picture| picture.rows.iter().copied()).collect();

@@ -11,9 +11,11 @@ use super::vision_spec::VisionSpec;
 use super::weights::Weights;
 use super::weights::partition::Shards;
 use crate::comm::Axes;
-use crate::device::Device;
+use crate::device::cuda::owned_by;
+use crate::device::{Device, null};
 use crate::error::Result;
 use crate::experience::Image;
+use crate::ops::residual;
 use crate::tensor::DType;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -23,6 +25,8 @@ use std::sync::Arc;
 
 /// The bytes of kept rows above which the oldest are dropped.
 const KEPT_BYTES_MAX: usize = 1 << 30;
+/// The owner of kept rows in plans.
+const KEPT: &str = "rows of images";
 
 #[derive(Debug)]
 pub struct FrozenTower {
@@ -37,6 +41,8 @@ struct Kept {
     rows: HashMap<u64, (Rc<Merged>, u64)>,
     bytes: usize,
     time: u64,
+    /// In a plan, the rows of the images that its steps do not see.
+    unseen: null::Held,
 }
 
 thread_local! {
@@ -51,6 +57,9 @@ impl FrozenTower {
     /// The errors of `load::load`.
     pub fn open(dir: &Path, arch: &Arch, spec: &Arc<VisionSpec>, dtype: DType) -> Result<Rc<Self>> {
         let path = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
+        // A plan has towers of its own, without values.
+        let path =
+            if null::is_active() { Path::new("null:").join(path.strip_prefix("/").unwrap_or(&path)) } else { path };
         let known = TOWERS.with_borrow_mut(|all| {
             all.retain(|(.., tower)| tower.strong_count() > 0);
             all.iter().find(|(of, known, _)| *of == path && *known == dtype).and_then(|(.., tower)| tower.upgrade())
@@ -63,9 +72,15 @@ impl FrozenTower {
         let arch = Arch { tuning: None, ..arch.clone() }.with_tower_in_table(spec);
         let files = ModelFiles { dir, adapter: None, arch: &arch, head: arch.head };
         let table = Arc::new(table);
-        let source = load::open_table(&files, table.clone(), 0)?;
+        let source = if null::is_active() { None } else { Some(load::open_table(&files, table.clone(), 0)?) };
         let shards = Shards::new(&table, &Axes::one(), 0);
-        let weights = Weights::build(table, dtype, &shards, |values| source.fill_unit(values))?;
+        let weights = owned_by("weights of the vision tower", || {
+            let fill = |values| match &source {
+                Some(source) => source.fill_unit(values),
+                None => Ok(values),
+            };
+            Weights::build(table, dtype, &shards, fill)
+        })?;
         let tower = Rc::new(Self { tower, weights, kept: RefCell::default() });
         TOWERS.with_borrow_mut(|all| all.push((path, dtype, Rc::downgrade(&tower))));
         Ok(tower)
@@ -84,8 +99,15 @@ impl FrozenTower {
             return Ok(rows.clone());
         }
         let patches = [Arc::new(pixels.of(image)?)];
-        let rows = Rc::new(self.tower.forward(&self.weights, &patches, None).0);
+        let mut rows = self.tower.forward(&self.weights, &patches, None).0;
         kept.bytes += rows.bytes();
+        if null::is_active() {
+            rows = owned_by(KEPT, || rows.each(residual::copy));
+            let all = (pixels.planned * rows.bytes()).min(KEPT_BYTES_MAX);
+            kept.unseen = null::Held::default();
+            kept.unseen = null::hold(KEPT, all.saturating_sub(kept.bytes));
+        }
+        let rows = Rc::new(rows);
         kept.rows.insert(image.hash, (rows.clone(), time));
         while kept.bytes > KEPT_BYTES_MAX && kept.rows.len() > 1 {
             let oldest = kept.rows.iter().min_by_key(|(_, (_, used))| *used).map(|(hash, _)| *hash);

@@ -1,8 +1,12 @@
 //! The vision tower of an architecture: whether it has one, and whether the parameter table has it.
 
 use super::arch::Arch;
+use super::params::ParamTable;
+use super::part::TensorPart;
+use super::tower::Tower;
 use super::vision_spec::{Sight, VisionSpec};
 use super::wrapper::Wrapper;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
@@ -34,6 +38,14 @@ impl Arch {
             .hint("use a model of Qwen2.5-VL, Qwen3-VL or Qwen3.5"))
     }
 
+    /// The number of parameters of its tower, if it has one that is known.
+    pub fn tower_parameters(&self) -> Option<usize> {
+        let spec = &self.sight.as_ref()?.spec;
+        let mut table = ParamTable::empty(Device::Cpu, self.head, TensorPart::whole(), spec.init_std);
+        Tower::declare(&mut table, spec);
+        Some(table.parameters())
+    }
+
     /// The architecture with its tower in the parameter table, so that it can train.
     ///
     /// # Errors
@@ -45,6 +57,13 @@ impl Arch {
 
     /// The same with a tower that is known.
     pub(super) fn with_tower_in_table(self, spec: &Arc<VisionSpec>) -> Self {
-        Self { sight: Some(Sight { spec: spec.clone(), trains: true }), ..self }
+        Self { sight: Some(Sight { spec: spec.clone(), trains: true, is_used: true }), ..self }
+    }
+
+    /// Lets exports keep the tower, because rows have images.
+    pub fn use_tower(&mut self) {
+        if let Some(sight) = &mut self.sight {
+            sight.is_used = true;
+        }
     }
 }

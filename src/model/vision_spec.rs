@@ -41,12 +41,14 @@ pub struct Sight {
     pub spec: Arc<VisionSpec>,
     /// Whether the parameter table has it. Otherwise it is frozen, and an export copies it.
     pub trains: bool,
+    /// Whether the rows of the job have images. A model that is learned without them may be exported without the tower.
+    pub is_used: bool,
 }
 
 impl Sight {
     /// A tower that does not train.
     pub(super) fn frozen(spec: VisionSpec) -> Self {
-        Self { spec: Arc::new(spec), trains: false }
+        Self { spec: Arc::new(spec), trains: false, is_used: false }
     }
 }
 

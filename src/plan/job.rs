@@ -129,6 +129,19 @@ impl<'a> Job<'a> {
         (0..steps).flat_map(|step| self.lengths_of(step)).sum::<usize>() / steps
     }
 
+    /// The most images that a rank sees in the whole job: in its rows, and in rows that other ranks sampled.
+    pub fn images_of_a_rank(&self, layout: &Layout) -> usize {
+        let count = |rows: &[RowTokens]| rows.iter().map(|row| row.images.count).sum::<usize>();
+        let (drawn, steps) = (&self.rows.drawn, self.config.job.steps as usize);
+        let seen = if steps == 0 || self.shape.trained == 0 {
+            self.rows.images
+        } else {
+            count(&self.rows.evaluated) + (steps * self.shape.rows * count(drawn)).div_ceil(drawn.len())
+        };
+        let times = if self.shape.has_rollout() { 2 } else { 1 };
+        (seen.min(self.rows.images) * times).div_ceil(layout.mesh.data).min(self.rows.images)
+    }
+
     /// The roles that have a model, by their ranks.
     ///
     /// # Errors
@@ -154,7 +167,7 @@ impl<'a> Job<'a> {
     pub fn check(&self) -> Result<()> {
         let context = self.archs.actor().context;
         let wrong = |row: &&RowTokens| row.prompt == 0 || row.response == 0 || row.all() > context;
-        let Some(RowTokens { prompt, response }) = self.rows.drawn.iter().find(wrong) else { return Ok(()) };
+        let Some(RowTokens { prompt, response, .. }) = self.rows.drawn.iter().find(wrong) else { return Ok(()) };
         let hint = if self.shape.has_rollout() {
             "lower data.prompt_tokens_max or rollout.response_tokens_max"
         } else {

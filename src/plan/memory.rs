@@ -39,13 +39,14 @@ impl Phase {
 }
 
 /// Owners of memory with their group, in the order of the tables. All others are activations.
-const OWNERS: [(&str, &str); 20] = [
+const OWNERS: [(&str, &str); 23] = [
     ("weights of the frozen base", "weights"),
     ("weights of the actor", "weights"),
     ("weights of the critic", "weights"),
     ("weights of the reference", "weights"),
     ("weights of the reward model", "weights"),
     ("weights of the rollout's copy", "weights"),
+    ("weights of the vision tower", "weights"),
     ("weights", "weights"),
     ("gradients", "gradients"),
     ("optimizer state", "optimizer"),
@@ -57,6 +58,8 @@ const OWNERS: [(&str, &str); 20] = [
     ("gemm workspace", "other"),
     ("experience", "other"),
     ("sampling masks", "other"),
+    ("patches of images", "other"),
+    ("rows of images", "other"),
     ("rotary tables", "other"),
     ("mapped files", "other"),
     ("program", "other"),

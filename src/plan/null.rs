@@ -69,6 +69,7 @@ fn count_stage(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName], 
             + part,
         rows: job.rows.drawn.iter().map(data).collect(),
         eval: job.rows.evaluated.iter().map(data).collect(),
+        images: job.images_of_a_rank(layout),
         steps: job.looked_at().max(if device.is_cpu() { STEPS_MIN } else { 1 }) as u64,
         gpu: device.gpu.map(|_| PlannedGpu { fast: job.fast, workspace: job.workspace, forward_bytes }),
     };

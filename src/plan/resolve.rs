@@ -107,8 +107,9 @@ fn on(config: &Config, placements: Vec<Placement>, device: &Device) -> Result<Re
 
 /// Counts for given rows.
 fn counter(archs: Archs, placed: Vec<(Placement, Layout)>, device: Device) -> Count {
-    Box::new(move |config, fast, rows, eval| {
+    Box::new(move |config, fast, [rows, eval], images| {
         let rows = Rows::from_tokens(config, &train::shape(config), archs.actor().context, rows, eval);
+        let rows = Rows { images, ..rows };
         let job = Job::new(config, &archs, Some(rows));
         let [fast, workspace] = fast.unwrap_or([job.fast, job.workspace]);
         expect(&Job { fast, workspace, ..job }, &placed, &device)

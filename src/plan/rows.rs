@@ -1,13 +1,16 @@
 //! The lengths of a job's rows: from its data, from the command line, or the longest that the job allows.
 
 use crate::config::Config;
-use crate::data::{self, Reading, RowTokens};
+use crate::data::{self, Reading, RowImages, RowTokens};
 use crate::error::Result;
 use crate::launch::step_shape::StepShape;
 use crate::rollout::new_tokens_max;
 use crate::text::Tokenizer;
 use crate::train::Archs;
 use serde::{Deserialize, Serialize};
+
+/// The most rows with images of an evaluation that a plan counts.
+const EVALUATED_MAX: usize = 1024;
 
 /// The source of lengths.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,22 +34,29 @@ pub struct Rows {
     pub origin: Origin,
     /// Whether the command line sets the lengths of responses; otherwise they are as long as allowed.
     pub responses_are_given: bool,
+    /// The number of images in all rows of the job.
+    #[serde(default)]
+    pub images: usize,
 }
 
 impl Rows {
     fn new(drawn: Vec<RowTokens>, origin: Origin) -> Self {
-        Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false }
+        Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false, images: 0 }
     }
 
     /// The longest rows that a job allows, because other lengths are missing: `why`.
     pub fn longest(config: &Config, shape: &StepShape, context: usize, why: impl Into<String>) -> Self {
         let row = if shape.has_rollout() {
             let response = config.rollout.response_tokens_max.min(context.saturating_sub(1));
-            RowTokens { prompt: config.data.prompt_tokens_max.min(context - response), response }
+            RowTokens {
+                prompt: config.data.prompt_tokens_max.min(context - response),
+                response,
+                ..RowTokens::default()
+            }
         } else {
             let most = config.data.row_tokens_max;
             let tokens = if most == 0 { shape.microbatch_tokens_max } else { most }.min(context).max(2);
-            RowTokens { prompt: tokens / 2, response: tokens - tokens / 2 }
+            RowTokens { prompt: tokens / 2, response: tokens - tokens / 2, ..RowTokens::default() }
         };
         let longest = Self::new(vec![row], Origin::Longest(why.into()));
         if shape.trained == 0 { Self { evaluated: vec![row; shape.rows], ..longest } } else { longest }
@@ -71,16 +81,19 @@ impl Rows {
         let eval = &eval[..if only_evaluates { shape.rows.min(most).min(eval.len()) } else { eval.len() }];
         let tokens = if only_evaluates { eval } else { tokens };
         assert!(!tokens.is_empty(), "a job has rows");
-        let row = |&RowTokens { prompt, response }: &RowTokens| {
+        let row = |&RowTokens { prompt, response, images }: &RowTokens| {
             let sampled = || new_tokens_max(&config.rollout, prompt, context);
-            RowTokens { prompt, response: if shape.has_rollout() { sampled() } else { response } }
+            RowTokens { prompt, response: if shape.has_rollout() { sampled() } else { response }, images }
         };
         let evaluated = if config.eval.every_steps == 0 && !only_evaluates {
             Vec::new()
         } else if shape.has_rollout() {
             eval.iter().take(most).map(row).collect()
         } else {
-            eval.iter().max_by_key(|tokens| tokens.all()).map(row).into_iter().collect()
+            let longest = eval.iter().max_by_key(|tokens| tokens.all()).map(row);
+            // A forward of the tower over the images of many rows may need more than an update of few.
+            let count = |row: RowTokens| if row.images.count > 0 { eval.len().min(EVALUATED_MAX) } else { 1 };
+            longest.into_iter().flat_map(|row| std::iter::repeat_n(row, count(row))).collect()
         };
         Self { evaluated, ..Self::new(tokens.iter().map(row).collect(), Origin::Drawn) }
     }
@@ -97,7 +110,8 @@ impl Rows {
             Reading { config: &config.data, kind: shape.kind, tokenizer: &tokenizer, vocabulary: actor.vocabulary };
         let ahead = data::look_ahead(reading, &cache, seed, wanted)?;
         let origin = if ahead.is_sample { Origin::Sampled } else { Origin::Drawn };
-        Ok(Self { origin, ..Self::from_tokens(config, shape, actor.context, &ahead.rows, &ahead.eval) })
+        let rows = Self::from_tokens(config, shape, actor.context, &ahead.rows, &ahead.eval);
+        Ok(Self { origin, images: ahead.images, ..rows })
     }
 
     /// The same rows with these lengths instead.
@@ -105,6 +119,9 @@ impl Rows {
     pub fn with(mut self, prompt: Option<usize>, response: Option<usize>) -> Self {
         for row in self.drawn.iter_mut().chain(&mut self.evaluated) {
             row.prompt = prompt.unwrap_or(row.prompt);
+            if row.images.tokens > row.prompt {
+                row.images = RowImages::default();
+            }
             row.response = response.unwrap_or(row.response);
         }
         self.responses_are_given |= response.is_some();

@@ -68,6 +68,7 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         let parameters = grouped(ParamTable::new(arch, *head).parameters() as u64);
         wrap(out, &format!("  {:<10} ", role.name()), &format!("{parameters} parameters, {}", arch.shape()));
     }
+    images(out, job);
     if job.shape.has_rollout() && job.archs.find(RoleName::Reward).is_none() {
         line(out, "  reward     rules or services: no device memory and no device time");
     }
@@ -86,6 +87,18 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
     if job.recomputes_logprobs(choice.chosen.layout()) {
         line(out, "  log-probabilities are recomputed before training (old_logprobs = \"recompute\")");
     }
+}
+
+/// Describes the images of rows and the tower that reads them.
+fn images(out: &mut String, job: &Job) {
+    let (rows, arch) = (&job.rows.drawn, job.archs.actor());
+    let most = rows.iter().map(|row| row.images.tokens).max().unwrap_or(0);
+    let Some(parameters) = arch.tower_parameters().filter(|_| most > 0) else { return };
+    let does = if arch.sight.as_ref().is_some_and(|sight| sight.trains) { "trains" } else { "is frozen" };
+    let (count, parameters) = (grouped(job.rows.images as u64), grouped(parameters as u64));
+    let text =
+        format!("{count} in all, up to {most} tokens in a row; the vision tower of {parameters} parameters {does}");
+    wrap(out, "  images     ", &text);
 }
 
 fn step(out: &mut String, job: &Job, choice: &Choice) {

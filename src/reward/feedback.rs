@@ -42,10 +42,11 @@ impl Texts {
     /// # Errors
     /// The reason, if the model cannot continue after it.
     pub fn tokens(&self, feedback: &Feedback, last: &[u32]) -> Result<(Vec<u32>, String), String> {
+        let has_image = || "its feedback has an image, but only prompts may have images".to_owned();
         if let Feedback::Messages(messages) = feedback
-            && messages.iter().any(has_image)
+            && messages.iter().any(names_image)
         {
-            return Err("its feedback has an image, but only prompts may have images".to_owned());
+            return Err(has_image());
         }
         let tokens = match feedback {
             Feedback::Text(text) => self.tokenizer.encode(text, false),
@@ -59,6 +60,11 @@ impl Texts {
                 "its feedback has the token {token}, but the model's vocabulary has only {vocabulary} tokens"
             ));
         }
+        // A text may hold the token, too, and a model would look for the image.
+        let is_image = |token: &u32| self.tokenizer.images().is_ok_and(|images| images.token == *token);
+        if tokens.iter().any(is_image) {
+            return Err(has_image());
+        }
         let text = match feedback {
             Feedback::Text(text) => text.clone(),
             _ => self.tokenizer.decode(&tokens, false).map_err(|e| format!("its feedback cannot be decoded: {e}"))?,
@@ -67,7 +73,12 @@ impl Texts {
     }
 }
 
-fn has_image(message: &Map<String, Value>) -> bool {
+/// Whether a part of a message is an image, by its type or, as in templates, by its key.
+fn names_image(message: &Map<String, Value>) -> bool {
     let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
-    parts.filter_map(|part| part.get("type")?.as_str()).any(|kind| kind.contains("image"))
+    let is_image = |part: &Value| match part.get("type").and_then(Value::as_str) {
+        Some(kind) => kind.contains("image"),
+        None => ["image", "image_url"].iter().any(|key| part.get(key).is_some()),
+    };
+    parts.into_iter().any(is_image)
 }

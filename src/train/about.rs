@@ -97,7 +97,9 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
         }
         let mut of_modules: BTreeMap<&str, usize> = BTreeMap::new();
         for spec in trained.specs() {
-            let module = spec.name.trim_end_matches(".weight").trim_end_matches(".bias");
+            // A tower has one matrix for queries, keys and values.
+            let name = if spec.name.starts_with("model.visual.") { spec.file_name() } else { &spec.name };
+            let module = name.trim_end_matches(".weight").trim_end_matches(".bias");
             let matrix = module.trim_end_matches(".lora_A").trim_end_matches(".lora_B");
             let last = match matrix.rsplit('.').next().unwrap_or(matrix) {
                 // One adapter for both, as in the files.
@@ -111,10 +113,16 @@ pub(super) fn about_models(config: &Config, models: &[JobModel]) -> Vec<(String,
         let frozen = model.whole().parameters().saturating_sub(trained.parameters());
         // Gradient and two moments; with bf16 weights, f32 masters, too.
         let each = size_of::<f32>() * if dtype == DType::Bf16 { 4 } else { 3 };
+        let tower = trained.specs().iter().filter(|spec| spec.name.starts_with("model.visual.")).count();
+        let of_tower = match &model.arch.sight {
+            Some(_) if tower > 0 => ", some of them in the vision tower",
+            Some(_) if !tuning.adapters.is_empty() => ", none in the vision tower",
+            _ => "",
+        };
         rows.push((
             String::new(),
             format!(
-                "trains {} ({}), {base}{given}; {} less gradients and optimizer state",
+                "trains {} ({}{of_tower}), {base}{given}; {} less gradients and optimizer state",
                 count(trained.parameters() as f64),
                 of_modules.join(", "),
                 format_bytes((frozen * each) as u64)

@@ -253,12 +253,13 @@ impl<J: Job> Inputs<J> {
             tokenizer.warn_of_turn_end(&config.data.chat_template_args);
         }
         let check = |first: &Arch, model: &JobModel| J::check_models(&config, first, model);
-        let models = run.ranks.all.agree(models::described(&config, J::models(&config), &tokenizer, check))?;
+        let mut models = run.ranks.all.agree(models::described(&config, J::models(&config), &tokenizer, check))?;
         let arch = models[0].arch.clone();
         let prompts: Vec<&str> = config.data.all_prompts().map(String::as_str).collect();
         run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::KIND, &tokenizer, arch.vocabulary)?;
         let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
+        models.iter_mut().filter(|_| source.have_images()).for_each(|model| model.arch.use_tower());
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         if steps == 0 && models::learned(&models).next().is_some() {
@@ -280,8 +281,7 @@ pub(super) struct Opened<J> {
 }
 
 impl<J: Job> Opened<J> {
-    /// Checks everything that can cause a job to be rejected, then loads its models or restores them from the newest
-    /// checkpoint.
+    /// Checks everything that can reject a job, then loads its models or restores them from the newest checkpoint.
     pub(super) fn open(run: &mut Run) -> Result<Self> {
         let config = run.config.clone();
         let Inputs { arch, tokenizer, mut models, hashed, mut source, steps } = Inputs::<J>::open(run)?;
@@ -291,7 +291,7 @@ impl<J: Job> Opened<J> {
         let shape = J::shape(&config);
         let ahead = source.ahead(shape.rows_ahead(&config)).and_then(|rows| Ok((rows, source.eval_tokens()?)));
         let (rows, eval) = run.ranks.all.agree(ahead)?;
-        run.expect(&rows, &eval);
+        run.expect(&rows, &eval, source.count_images());
         run.check_step_time()?;
         let mut state = State {
             cursor: source.cursor().clone(),

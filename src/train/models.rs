@@ -355,6 +355,17 @@ fn learns(model: &JobModel) -> bool {
     model.spec.optim.is_some() || model.spec.role == RoleName::Rollout
 }
 
+const NEEDS_TOWER: &str = "set model.vision = \"train\" for adapters of the vision tower";
+
+/// Whether an error names a module that the model's frozen vision tower has.
+fn of_frozen_tower(model: &JobModel, error: &Error) -> bool {
+    let is_frozen = model.arch.sight.as_ref().is_some_and(|sight| !sight.trains);
+    is_frozen
+        && ["visual.", "attn.qkv", "attn.proj", "linear_fc1", "linear_fc2"]
+            .iter()
+            .any(|name| error.message.contains(name))
+}
+
 /// What of a model trains, if not all of it does. The rollout's copy of the actor is made as the actor.
 fn tuning(config: &Config, model: &JobModel) -> Result<Option<Tuning>> {
     if let Some(saved) = &model.spec.saved {
@@ -365,7 +376,10 @@ fn tuning(config: &Config, model: &JobModel) -> Result<Option<Tuning>> {
     let (lora, table) = (&config.lora, config.lora.table_of(role));
     let learns = learns(model);
     let is_tuned = learns && lora.is_on(role);
-    let tuned = || Tuning::lora(&lora.of_role(role), table, &params);
+    let tuned = || {
+        let tuned = Tuning::lora(&lora.of_role(role), table, &params);
+        tuned.map_err(|e| if of_frozen_tower(model, &e) { e.hint(NEEDS_TOWER) } else { e })
+    };
     if let Some(dir) = model.files().adapter {
         // A plan has only the settings; loading checks the tensors.
         let given = AdapterConfig::read(dir)?.tuning(&params).map_err(|e| e.within(dir.display()))?;

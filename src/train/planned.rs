@@ -19,6 +19,7 @@ use crate::launch::layout::{Expectations, Expected, Layout};
 use crate::launch::ranks::Ranks;
 use crate::launch::run::{Lacks, Run, WeightsFrom};
 use crate::metrics::{Phases, Recorder};
+use crate::model::Pixels;
 use crate::text::Tokenizer;
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -45,6 +46,8 @@ pub struct Planned<'a> {
     /// Training rows in the order in which the job reads them, and held-out rows.
     pub rows: Vec<RowTokens>,
     pub eval: Vec<RowTokens>,
+    /// The number of images that the rank sees in the whole job.
+    pub images: usize,
     pub steps: u64,
     /// The settings of a GPU, if the job runs on GPUs.
     pub gpu: Option<PlannedGpu>,
@@ -76,7 +79,10 @@ pub fn drive<J: Job>(planned: Planned) -> Result<()> {
     let source = RowSource::open(&config.data, &tokenizer, arch.vocabulary, &prepared, config.job.seed)?;
     source.check_context(arch.context)?;
     let values = WeightsFrom::Nowhere;
-    let roles = load::load(&run, &models, values)?;
+    let mut roles = load::load(&run, &models, values)?;
+    for role in &mut roles {
+        role.transformer.read_images_with(Pixels::planned(planned.images));
+    }
     let (learners, frozen) = load::learners(&run, &models, roles, (planned.steps, &J::shape(&config)), values)?;
     let mut job = J::new(&run, &arch, learners, frozen, source, tokenizer)?;
     if config.eval.every_steps > 0 {

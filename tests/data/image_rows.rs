@@ -13,6 +13,7 @@ use rlhf_hpc::data::{
 };
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Image, Prompt};
+use rlhf_hpc::reward::feedback::{Feedback, Texts};
 use rlhf_hpc::text::Tokenizer;
 use serde_json::{Value, json};
 
@@ -340,4 +341,29 @@ fn a_shard_with_images_needs_the_image_processor_that_made_it() {
     let text = Arc::new(Tokenizer::load(other.dir.path()).unwrap());
     let error = Fixture { tokenizer: text, ..other }.source::<Prompt>(&config).unwrap_err().message;
     assert!(error.contains("the model reads text only"), "{error}");
+}
+
+#[test]
+fn images_in_the_feedback_of_an_environment_are_rejected_in_any_form() {
+    let fixture = Fixture::new("qwen3");
+    let texts = Texts {
+        tokenizer: fixture.tokenizer.clone(),
+        template: serde_json::Map::new(),
+        vocabulary: fixture.tokenizer.vocabulary(),
+    };
+    let token = fixture.tokenizer.images().unwrap().token;
+    let user = |content: Value| json!([{"role": "user", "content": content}]);
+    for feedback in [
+        user(json!([{"type": "image", "image": "rgb.png"}])),
+        user(json!([{"type": "image_url", "image_url": {"url": "rgb.png"}}])),
+        user(json!([{"image": "rgb.png"}, {"text": "?"}])),
+        user(json!("See <|image_pad|>.")),
+        json!("See <|image_pad|>."),
+        json!([1, token]),
+    ] {
+        let feedback: Feedback = serde_json::from_value(feedback).unwrap();
+        let error = texts.tokens(&feedback, &[]).unwrap_err();
+        assert!(error.contains("only prompts may have images"), "{feedback:?}: {error}");
+    }
+    texts.tokens(&Feedback::Text("See <image>.".to_owned()), &[]).unwrap();
 }

@@ -77,7 +77,7 @@ fn counted(config: &Config, arch: &Arch, microbatches: &[Vec<usize>]) -> usize {
 /// Rows of 20 to 300 tokens, as many as in three micro-batches of 4096.
 fn mixed() -> Vec<RowTokens> {
     let lengths = (0..72).map(|i: usize| 20 + i * i * 31 % 280);
-    lengths.map(|all| RowTokens { prompt: all / 2, response: all - all / 2 }).collect()
+    lengths.map(|all| RowTokens { prompt: all / 2, response: all - all / 2, ..RowTokens::default() }).collect()
 }
 
 /// The peak only grows, so the cases are in order of their sizes. Nothing else in these tests has tensors.

@@ -73,7 +73,7 @@ impl Lengths {
         let of = |row: &data::SftRow| {
             let response = row.mask.iter().filter(|m| **m != 0).count();
             let prompt = row.tokens.len() - response;
-            RowTokens { prompt, response }
+            RowTokens { prompt, response, ..RowTokens::default() }
         };
         rows.iter().map(of).collect()
     }
@@ -121,7 +121,7 @@ fn prompt_lengths_are_read_and_responses_count_as_the_longest_unless_set() {
     let told = rows.clone().with(None, Some(20));
     assert!(told.drawn.iter().zip(&rows.drawn).all(|(a, b)| (a.prompt, a.response) == (b.prompt, 20)));
     let told = rows.with(Some(10), Some(20));
-    assert_eq!(told.drawn, [RowTokens { prompt: 10, response: 20 }]);
+    assert_eq!(told.drawn, [RowTokens { prompt: 10, response: 20, ..RowTokens::default() }]);
     assert_eq!(told.origin, Origin::Given);
 }
 
@@ -174,6 +174,6 @@ fn the_table_says_which_lengths_it_counts() {
 fn without_lengths_every_row_is_the_longest_that_the_job_allows() {
     let shape = train::shape(&job(&[]));
     let rows = Rows::longest(&job(&[]), &shape, 4096, "no data");
-    assert_eq!(rows.drawn, [RowTokens { prompt: 1024, response: 1024 }]);
+    assert_eq!(rows.drawn, [RowTokens { prompt: 1024, response: 1024, ..RowTokens::default() }]);
     assert_eq!(Rows::longest(&job(&[]), &shape, 1500, "").longest_row().all(), 1500);
 }

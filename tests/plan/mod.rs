@@ -4,6 +4,7 @@
 mod arena;
 mod arithmetic;
 mod counted;
+mod images;
 mod layouts;
 mod lengths;
 mod models;

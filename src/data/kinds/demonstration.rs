@@ -120,7 +120,8 @@ impl Row for SftRow {
         let Some(document) = document else {
             let prompt = (entry.end - entry.start) as usize;
             let mask = (0..entry.tokens()).map(|i| u8::from(i >= prompt)).collect();
-            return Ok(SftRow { tokens: vec![0; entry.tokens()], mask, ..SftRow::default() });
+            let images = entry.images(None)?;
+            return Ok(SftRow { tokens: vec![0; entry.tokens()], mask, images, ..SftRow::default() });
         };
         let sequences = document.sequences()?;
         let mut tokens = sequences[0][entry.start as usize..entry.end as usize].to_vec();
@@ -132,6 +133,6 @@ impl Row for SftRow {
         }
         tokens.truncate(entry.tokens());
         mask.truncate(entry.tokens());
-        Ok(SftRow { id: document.id(), tokens, mask, images: entry.images(document)? })
+        Ok(SftRow { id: document.id(), tokens, mask, images: entry.images(Some(document))? })
     }
 }

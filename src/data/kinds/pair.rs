@@ -170,7 +170,8 @@ impl Row for PairRow {
         let (prompt_tokens, [chosen, rejected]) = ((entry.end - entry.start) as usize, kept(entry, document)?);
         let Some(document) = document else {
             let side = |tokens| vec![0; prompt_tokens + tokens];
-            return Ok(Self { prompt_tokens, chosen: side(chosen), rejected: side(rejected), ..Self::default() });
+            let (chosen, rejected, images) = (side(chosen), side(rejected), entry.images(None)?);
+            return Ok(Self { prompt_tokens, chosen, rejected, images, ..Self::default() });
         };
         let sequences = document.sequences()?;
         let prompt = &sequences[0][entry.start as usize..entry.end as usize];
@@ -178,6 +179,14 @@ impl Row for PairRow {
         let label = document.label()?;
         let margin = label.parse().unwrap_or(0.0);
         let [chosen, rejected] = [side(1, chosen), side(2, rejected)];
-        Ok(Self { id: document.id(), prompt_tokens, chosen, rejected, margin, images: entry.images(document)?, label })
+        Ok(Self {
+            id: document.id(),
+            prompt_tokens,
+            chosen,
+            rejected,
+            margin,
+            images: entry.images(Some(document))?,
+            label,
+        })
     }
 }

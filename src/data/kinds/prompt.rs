@@ -79,7 +79,8 @@ impl Row for Prompt {
 
     fn read(entry: &Entry, document: Option<Document>, tokenizer: &Tokenizer) -> Result<Self> {
         let Some(document) = document else {
-            return Ok(Prompt { tokens: vec![0; entry.tokens()], ..Prompt::default() });
+            let images = entry.images(None)?;
+            return Ok(Prompt { tokens: vec![0; entry.tokens()], images, ..Prompt::default() });
         };
         let tokens = document.prompt()?[entry.start as usize..entry.end as usize].to_vec();
         Ok(Prompt {
@@ -87,7 +88,7 @@ impl Row for Prompt {
             text: tokenizer.decode_prompt(&tokens)?,
             label: document.label()?,
             source: document.source.name.clone(),
-            images: entry.images(document)?,
+            images: entry.images(Some(document))?,
             tokens,
         })
     }

@@ -103,7 +103,7 @@ impl Row for StepRow {
             let ends = |i: usize| (entry.tokens() - 1 - i).is_multiple_of(PLANNED_STEP_TOKENS);
             let tokens: Vec<u32> = (0..entry.tokens()).map(|i| u32::from(!ends(i))).collect();
             let labels = vec![StepLabel::Token("0".to_owned()); tokens.iter().filter(|token| **token == 0).count()];
-            return Ok(Self { tokens, labels, ..Self::default() });
+            return Ok(Self { tokens, labels, images: entry.images(None)?, ..Self::default() });
         };
         let mut tokens = document.prompt()?;
         tokens.truncate(entry.tokens());
@@ -112,6 +112,13 @@ impl Row for StepRow {
             Error::data(format!("the label must be a list of strings or numbers (got {label:?})"))
                 .hint("shard the rows with --steps and --label-key")
         })?;
-        Ok(Self { id: document.id(), tokens, labels, is_cut: entry.cut > 0, images: entry.images(document)?, label })
+        Ok(Self {
+            id: document.id(),
+            tokens,
+            labels,
+            is_cut: entry.cut > 0,
+            images: entry.images(Some(document))?,
+            label,
+        })
     }
 }

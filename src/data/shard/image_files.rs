@@ -87,6 +87,16 @@ impl ImageFiles {
         Ok(Self { bin, idx: found })
     }
 
+    /// The number of images.
+    pub fn count(&self) -> usize {
+        (self.idx.len() - MAGIC.len()) / RECORD_BYTES
+    }
+
+    /// Releases the memory of the files that were read.
+    pub fn release(&self) {
+        self.bin.release();
+    }
+
     /// The image with this number, whose first token is `at`, and the bytes of its file.
     pub fn get(&self, [number, at]: [u64; 2]) -> Option<(Image, &[u8])> {
         let first = (number as usize).checked_mul(RECORD_BYTES)?.checked_add(MAGIC.len())?;

@@ -108,6 +108,11 @@ impl Shard {
         self.images.is_some()
     }
 
+    /// The number of different images.
+    pub fn count_images(&self) -> usize {
+        self.images.as_ref().map_or(0, ImageFiles::count)
+    }
+
     /// Rejects a shard whose images were given tokens by another processor than the one with this recipe.
     pub fn check_images(&self, recipe: &str) -> Result<()> {
         if self.sidecar.image_recipe == recipe {
@@ -137,7 +142,9 @@ impl Shard {
             })?;
             Ok(Image { file: file(bytes).into(), ..image })
         };
-        self.meta(i)?.images.into_iter().map(image).collect()
+        let all = self.meta(i)?.images.into_iter().map(image).collect();
+        images.release();
+        all
     }
 
     /// Reads every byte and compares the hashes with the sidecar, and every document with the index.
