@@ -208,29 +208,9 @@ pub fn axes<'a>(ranks: &'a Ranks, alone: &'a Group) -> [Axis<'a>; 6] {
 /// ranks. All ranks call this after `start`.
 pub fn join(config: &Config, ranks: &Ranks) -> Result<Vec<String>> {
     let world = &ranks.world;
-    check_code(ranks)?;
+    ranks.check_code(cuda::gpu().code())?;
     let gpu = format!("{} {}", world.hosts[world.rank], cuda::gpu().properties().pci);
     backends::choose(&ranks.all, &axes(ranks, &Group::one()), &gpu, config.job.collectives)
-}
-
-/// Rejects tensor ranks whose kernels are not the same machine code: they compute the same values again on each rank,
-/// and must find the same bits. All ranks call this.
-fn check_code(ranks: &Ranks) -> Result<()> {
-    let code = cuda::gpu().code();
-    let differ = |group: &Group| {
-        let all = group.all_gather_bytes(code.as_bytes());
-        let Some(i) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
-        let rank = |i: usize| group.world_ranks().nth(i).unwrap_or(i);
-        let [first, other] = [&all[0], &all[i]].map(|code| String::from_utf8_lossy(code));
-        Err(Error::usage(format!(
-            "ranks of a tensor group need the same kernels: rank {} has {first}, rank {} has {other}",
-            rank(0),
-            rank(i)
-        ))
-        .hint("set mesh.tensor and rollout.tensor to the GPUs of one kind of node, or install the same driver and NVRTC on all nodes"))
-    };
-    let checked = differ(&ranks.axes.tensor).and_then(|()| differ(&ranks.rollout_axes.tensor));
-    ranks.all.agree(checked)
 }
 
 /// Calls each collective of steps of `shape` once at the largest size, and runs their self-test, if the job wants it.

@@ -4,7 +4,7 @@ use super::layout::Layout;
 use crate::comm::group::list_ranks;
 use crate::comm::{Axes, Group, World, phase, records};
 use crate::config::mesh::{Placement, RoleName};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use serde::{Serialize, de::DeserializeOwned};
 use std::ops::Range;
 
@@ -64,6 +64,25 @@ impl Ranks {
             })
         });
         groups.into_iter().find_map(|group| split_over_hosts(&self.world.hosts, group))
+    }
+
+    /// Rejects tensor ranks whose kernels are not the same machine code: they compute the same values again on each rank,
+    /// and must find the same bits. `code` is the name of the code of this rank. All ranks call this.
+    pub fn check_code(&self, code: &str) -> Result<()> {
+        let differ = |group: &Group| {
+            let all = group.all_gather_bytes(code.as_bytes());
+            let Some(i) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
+            let rank = |i: usize| group.world_ranks().nth(i).unwrap_or(i);
+            let [first, other] = [&all[0], &all[i]].map(|code| String::from_utf8_lossy(code));
+            Err(Error::usage(format!(
+                "ranks of a tensor group need the same kernels: rank {} has {first}, rank {} has {other}",
+                rank(0),
+                rank(i)
+            ))
+            .hint("set mesh.tensor and rollout.tensor to the GPUs of one kind of node, or install the same driver and NVRTC on all nodes"))
+        };
+        let checked = differ(&self.axes.tensor).and_then(|()| differ(&self.rollout_axes.tensor));
+        self.all.agree(checked)
     }
 
     /// Gathers the value of the first rank of each placement on all ranks of `group`. All of them call this. With one
