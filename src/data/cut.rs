@@ -34,11 +34,24 @@ impl RowImages {
         let patches = images.iter().map(|image| image.grid.iter().product::<usize>()).sum();
         Self { count: images.len(), tokens: images.iter().map(|image| image.tokens).sum(), patches }
     }
+}
 
-    /// Images of these sizes in all, one after another at the beginning of row `row`. Those of other rows differ.
+/// The images of a row in the four bytes that an entry has to spare: 20 bits for their tokens, 4 for the patches on the
+/// side of a token, and 8 for their number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PackedImages(u32);
+
+impl From<RowImages> for PackedImages {
+    fn from(RowImages { count, tokens, patches }: RowImages) -> Self {
+        let merge = (patches / tokens.max(1)).isqrt().min(15);
+        Self((tokens.min((1 << 20) - 1) | merge << 20 | count.min(255) << 24) as u32)
+    }
+}
+
+impl PackedImages {
+    /// Images of these sizes in all, one after another at the beginning of row `row`. Images of other rows differ.
     fn images(self, row: u64) -> Vec<Image> {
-        let Self { count, tokens, patches } = self;
-        let merge = (patches / tokens.max(1)).isqrt();
+        let [tokens, merge, count] = [self.0 & ((1 << 20) - 1), self.0 >> 20 & 15, self.0 >> 24].map(|n| n as usize);
         let mut at = 0;
         let image = |i: usize| {
             let own = tokens / count + usize::from(i < tokens % count);
@@ -71,13 +84,13 @@ pub struct Entry {
     /// Tokens of the row that were cut off.
     pub cut: u32,
     /// The images of a row of which only lengths are known.
-    pub images: RowImages,
+    images: PackedImages,
 }
 
 impl Entry {
     /// A row of which only lengths are known, with its number. Everything after the prompt is the response.
     pub fn of_length(row: &RowTokens, document: u64) -> Self {
-        let (end, rest, images) = (row.prompt as u32, row.response as u32, row.images);
+        let (end, rest, images) = (row.prompt as u32, row.response as u32, row.images.into());
         Self { source: 0, document, start: 0, end, rest, piece: 0, pieces: 1, cut: 0, images }
     }
 
@@ -179,7 +192,7 @@ pub(super) fn cut(config: &DataConfig, document: Document, prompt: usize, rest: 
             piece: piece as u32,
             pieces,
             cut: (prompt_cut + rest - rest_kept) as u32,
-            images: RowImages::default(),
+            images: PackedImages::default(),
         });
     }
     Ok(entries)
