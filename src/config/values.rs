@@ -49,7 +49,7 @@ const VALUES: &[(&str, &str, &str)] = &[
         "set lora.init = \"uniform\" or \"gaussian\", which leave the base model as it is",
     ),
     ("rollout.kv_dtype", "fp8_e4m3 float8_e4m3fn float8", "set rollout.kv_dtype = \"fp8\", which is e4m3"),
-    ("rollout.kv_dtype", "bf16 bfloat16 f32", "set rollout.kv_dtype = \"auto\": keys and values in model.dtype"),
+    ("rollout.kv_dtype", "bf16 bfloat16 f32", "set rollout.kv_dtype = \"model\": keys and values in model.dtype"),
     ("model.dtype", "bfloat16 torch.bfloat16", "set model.dtype = \"bf16\""),
     ("model.dtype", "float32 fp32 torch.float32 float full", "set model.dtype = \"f32\""),
     (

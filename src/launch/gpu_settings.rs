@@ -22,7 +22,7 @@ pub(super) fn check_settings(Config { model, rollout, .. }: &Config) -> Result<(
         (
             rollout.kv_dtype == KvDtype::Fp8,
             "rollout.kv_dtype = \"fp8\": no kernel reads keys and values in 8 bits yet",
-            "set rollout.kv_dtype = \"auto\", or job.device = \"cpu\"",
+            "set rollout.kv_dtype = \"model\", or job.device = \"cpu\"",
         ),
         (
             rollout.keep_sampling_mask,

@@ -117,5 +117,5 @@ fn a_plan_has_a_quarter_of_the_cache_of_f32_and_a_power_for_each_head() {
 #[test]
 fn a_job_on_gpus_is_rejected_with_the_key_and_a_hint() {
     let refused = job("gpu", "job.device=gpu").run();
-    refused.refused(2, &["GPUs do not support rollout.kv_dtype = \"fp8\"", "set rollout.kv_dtype = \"auto\""]);
+    refused.refused(2, &["GPUs do not support rollout.kv_dtype = \"fp8\"", "set rollout.kv_dtype = \"model\""]);
 }
