@@ -28,7 +28,7 @@ const TOKENS: usize = 256;
 const RINGS: [usize; 3] = [1, 2, 4];
 /// Decoding: sequences, and keys of each.
 const DECODED: usize = 16;
-const PAST: usize = 127;
+const PAST: [usize; 2] = [127, 4095];
 
 pub fn run(meter: &mut Meter, source: &Source) {
     let Source { arch, name, .. } = source;
@@ -49,8 +49,10 @@ pub fn run(meter: &mut Meter, source: &Source) {
     for size in RINGS {
         shared_attention(meter, name, arch, size);
     }
-    for kv in [KvDtype::Auto, KvDtype::Fp8] {
-        decode_attention(meter, name, arch, kv);
+    for past in PAST {
+        for kv in [KvDtype::Auto, KvDtype::Fp8] {
+            decode_attention(meter, name, arch, (past, kv));
+        }
     }
     if let Some(spec) = arch.deltas().next() {
         delta_rule(meter, name, &spec.shape(TensorPart::whole()));
@@ -164,33 +166,34 @@ fn shared_attention(meter: &mut Meter, name: &str, arch: &Arch, size: usize) {
     });
 }
 
-fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch, kv: KvDtype) {
+fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch, (past, kv): (usize, KvDtype)) {
     let layer = full_attention(arch);
     let shape = AttentionShape { kv, ..layer.shape(TensorPart::whole()) };
-    let pages = (PAST + 1).div_ceil(PAGE);
+    let pages = (past + 1).div_ceil(PAGE);
     let tables: Vec<Vec<u32>> = (0..DECODED).map(|s| (0..pages).map(|p| (s * pages + p) as u32).collect()).collect();
     let mut cache = KvLayer::new(Device::Cpu, meter.dtype, DECODED * pages, &shape);
     if let KvLayer::Cpu { keys, values } = &mut cache {
         for cached in [keys, values] {
-            match cached.all_mut() {
-                SliceMut::Bf16(values) => values.fill(round_bf16(0.25)),
-                values => fill(values.f32()),
+            match (cached.all_mut(), kv) {
+                // Codes of 1, and powers.
+                (codes, KvDtype::Fp8) => codes.f32().fill(f32::from_bits(0x3838_3838)),
+                (SliceMut::Bf16(values), KvDtype::Auto) => values.fill(round_bf16(0.25)),
+                (values, KvDtype::Auto) => fill(values.f32()),
             }
         }
     }
-    let sequences: Vec<PagedSequence> =
-        tables.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
+    let sequences: Vec<PagedSequence> = tables.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
     let paged = sequences.as_slice().into();
     let q = filled(DECODED, layer.q_width());
     let mut o = Tensor::zeros(DECODED, layer.q_width());
-    let keys = DECODED * (PAST + 1);
+    let keys = DECODED * (past + 1);
     let cost = Work {
         attention: attention::flops(layer.q_width(), keys as f64),
         bytes: (keys * KvLayer::token_bytes(Device::Cpu, meter.dtype, &shape)) as f64,
         ..Work::default()
     };
     let what = if kv == KvDtype::Fp8 { " 8 bits" } else { "" };
-    meter.short(&format!("{name} attention decode {DECODED} x {}{what}", PAST + 1), Some(DECODED), cost, || {
+    meter.short(&format!("{name} attention decode {DECODED} x {}{what}", past + 1), Some(DECODED), cost, || {
         attention::forward_paged(&q, &cache, &paged, &shape, &mut o, None);
     });
 }
@@ -217,7 +220,7 @@ fn delta_rule(meter: &mut Meter, name: &str, shape: &DeltaShape) {
     let (mut cache, x) = (StateLayer::new(Device::Cpu, DECODED, shape.state_len()), inputs(DECODED));
     let pages: Vec<[u32; 1]> = (0..DECODED as u32).map(|page| [page]).collect();
     let sequences: Vec<PagedSequence> =
-        pages.iter().map(|blocks| PagedSequence { past: PAST, tokens: 1, blocks }).collect();
+        pages.iter().map(|blocks| PagedSequence { past: PAST[0], tokens: 1, blocks }).collect();
     let paged = sequences.as_slice().into();
     meter.short(&format!("{name} delta rule decode {DECODED}"), Some(DECODED), cost(DECODED), || {
         drop(delta::forward(x.each_ref(), shape, &mut States::cached(&mut cache, &paged), 0));

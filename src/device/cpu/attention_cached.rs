@@ -102,14 +102,18 @@ pub(super) enum Block {
 
 impl Cached<'_> {
     /// Head `at`, counted over all pages, of vectors of `e` values. Codes are decoded to `room`.
+    ///
+    /// # Safety
+    /// Same as `Vector`. The result may be read while the cache and `room` live.
     #[inline(always)]
-    pub(super) fn block(self, at: usize, e: usize, side: Side, room: &mut [f32]) -> Block {
+    pub(super) unsafe fn block<V: Vector>(self, at: usize, e: usize, side: Side, room: &mut [f32]) -> Block {
         match self {
             Self::F32(values) => Block::F32(values[at * PAGE * e..(at + 1) * PAGE * e].as_ptr()),
             Self::Bf16(values) => Block::Bf16(values[at * PAGE * e..(at + 1) * PAGE * e].as_ptr()),
             Self::Codes(codes) => {
                 let len = head_len::<u8>(e);
-                decode(&codes[at * len..(at + 1) * len], e, side, &mut room[..PAGE * e]);
+                // SAFETY: promised by the caller.
+                unsafe { decode::<V>(&codes[at * len..(at + 1) * len], e, side, &mut room[..PAGE * e]) };
                 Block::F32(room.as_ptr())
             }
         }
@@ -118,10 +122,11 @@ impl Cached<'_> {
     /// The same values [PAGE][e] in f32, in `room` if they are not.
     ///
     /// # Safety
-    /// The result may be read while the cache and `room` live.
+    /// Same as `block`.
     #[inline(always)]
-    pub(super) unsafe fn widened(self, at: usize, e: usize, room: &mut [f32]) -> *const f32 {
-        match self.block(at, e, Side::Values, room) {
+    pub(super) unsafe fn widened<V: Vector>(self, at: usize, e: usize, room: &mut [f32]) -> *const f32 {
+        // SAFETY: promised by the caller.
+        match unsafe { self.block::<V>(at, e, Side::Values, room) } {
             Block::F32(rows) => rows,
             Block::Bf16(bits) => {
                 for (i, x) in room[..PAGE * e].iter_mut().enumerate() {
@@ -154,22 +159,37 @@ impl Cached<'_> {
 }
 
 /// The values of a head of a page.
+///
+/// # Safety
+/// Same as `Vector`.
 #[inline(always)]
-fn decode(head: &[u8], e: usize, side: Side, to: &mut [f32]) {
+unsafe fn decode<V: Vector>(head: &[u8], e: usize, side: Side, to: &mut [f32]) {
+    assert!(to.len() == PAGE * e && head.len() == head_len::<u8>(e), "a head of a page");
     let (codes, powers) = head.split_at(PAGE * e);
     let mut factors = [0.0; PAGE];
     factors.iter_mut().zip(powers).for_each(|(to, power)| *to = factor(*power));
-    match side {
-        Side::Keys => {
-            for (to, codes) in to.as_chunks_mut::<PAGE>().0.iter_mut().zip(codes.as_chunks::<PAGE>().0) {
-                for j in 0..PAGE {
-                    to[j] = value(codes[j]) * factors[j];
+    let (codes, to) = (codes.as_ptr(), to.as_mut_ptr());
+    // SAFETY: instructions as promised; both have PAGE * e values, of which vectors cover whole ones.
+    unsafe {
+        match side {
+            Side::Keys => {
+                for lane in (0..PAGE).step_by(V::LANES) {
+                    let factors = V::load(factors.as_ptr().add(lane));
+                    for at in (lane..PAGE * e).step_by(PAGE) {
+                        V::load_codes(codes.add(at)).mul(factors).store(to.add(at));
+                    }
                 }
             }
-        }
-        Side::Values => {
-            for ((to, codes), factor) in to.chunks_exact_mut(e).zip(codes.chunks_exact(e)).zip(factors) {
-                to.iter_mut().zip(codes).for_each(|(to, code)| *to = value(*code) * factor);
+            Side::Values => {
+                for (j, factor) in factors.iter().enumerate() {
+                    let (start, whole) = (j * e, j * e + e / V::LANES * V::LANES);
+                    for at in (start..whole).step_by(V::LANES) {
+                        V::load_codes(codes.add(at)).mul(V::splat(*factor)).store(to.add(at));
+                    }
+                    for at in whole..start + e {
+                        *to.add(at) = value(*codes.add(at)) * factor;
+                    }
+                }
             }
         }
     }
@@ -187,6 +207,43 @@ impl Block {
             match self {
                 Self::F32(b) => multiply::<V, 1, _>(b, product),
                 Self::Bf16(b) => multiply::<V, 1, _>(b, product),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::vector::{Kernel, run};
+    use crate::device::simd::Level;
+
+    /// Decodes a page with every code in every lane, into the scratch.
+    struct All(usize, Side);
+
+    fn page(e: usize) -> Vec<u8> {
+        let codes = (0..PAGE * e).map(|i| (i * 37 + i / 256) as u8);
+        codes.chain((0..PAGE).map(|j| if j == 3 { 255 } else { 27 + 7 * j as u8 })).collect()
+    }
+
+    impl Kernel for All {
+        unsafe fn work<V: Vector>(&self, to: &mut [f32]) {
+            let Self(e, side) = *self;
+            // SAFETY: promised by the caller.
+            unsafe { decode::<V>(&page(e), e, side, &mut to[..PAGE * e]) };
+            for (i, (x, code)) in to.iter().zip(&page(e)[..PAGE * e]).enumerate() {
+                let token = if side == Side::Keys { i % PAGE } else { i / e };
+                let wanted = value(*code) * factor(page(e)[PAGE * e + token]);
+                assert!(x.to_bits() == wanted.to_bits() || x.is_nan() && wanted.is_nan(), "{i}: {x}, not {wanted}");
+            }
+        }
+    }
+
+    #[test]
+    fn vectors_of_all_levels_decode_as_one_number_at_a_time() {
+        for level in Level::available() {
+            for (e, side) in [6, 8, 12, 64, 80].into_iter().flat_map(|e| [(e, Side::Keys), (e, Side::Values)]) {
+                run(level, PAGE * e, &All(e, side));
             }
         }
     }

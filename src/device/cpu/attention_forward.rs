@@ -250,10 +250,12 @@ impl Forward<'_> {
                 Block::F32(work.keys.as_ptr())
             }
             (Keys::Paged { keys, sequences, .. }, Side::Keys) => {
-                keys.block(self.head_at(sequences, tile, block), e, side, work.keys)
+                // SAFETY: promised by the caller.
+                unsafe { keys.block::<V>(self.head_at(sequences, tile, block), e, side, work.keys) }
             }
             (Keys::Paged { values, sequences, .. }, Side::Values) => {
-                values.block(self.head_at(sequences, tile, block), e, side, work.values)
+                // SAFETY: promised by the caller.
+                unsafe { values.block::<V>(self.head_at(sequences, tile, block), e, side, work.values) }
             }
         }
     }
@@ -267,7 +269,7 @@ impl Forward<'_> {
         }
         work.held = place;
         // SAFETY: the rows are PAGE rows of e values, and `keys` holds them; instructions as promised.
-        unsafe { transpose::<V>(page.widened(at, e, work.values), e, PAGE, e, work.keys.as_mut_ptr()) };
+        unsafe { transpose::<V>(page.widened::<V>(at, e, work.values), e, PAGE, e, work.keys.as_mut_ptr()) };
     }
 
     /// Transposes the keys of packed rows up to those of `block`, and lays their values side by side.

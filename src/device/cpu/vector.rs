@@ -3,6 +3,7 @@
 //! Every operation acts on each lane separately. So the result of a kernel whose sums run in lanes modulo `BLOCK`,
 //! folded by halves, has the same bits for every width.
 
+use super::kv_codes::value;
 use super::scratch::with_scratch;
 use crate::device::simd::{Isa, Level};
 use crate::dtype::round_bf16;
@@ -45,6 +46,8 @@ pub trait Vector: Copy {
     unsafe fn load_halves(from: *const u16) -> Self;
     /// The first `n` of them, as `load_part`.
     unsafe fn load_part_halves(from: *const u16, n: usize) -> Self;
+    /// The numbers of codes of 8 bits (`kv_codes::value`).
+    unsafe fn load_codes(from: *const u8) -> Self;
     /// self + odd * odd, then + even * even, of two words of bf16, by the instruction for that.
     unsafe fn add_pairs(self, _x: Self, _w: Self) -> Self {
         unreachable!("only AVX-512 has the instruction")
@@ -226,6 +229,7 @@ impl Vector for f32 {
     method! { prefetch_far(_at: *const f32) -> () {} }
     method! { load_halves(from: *const u16) -> Self { f32::from_bits(u32::from(*from)) } }
     method! { load_part_halves(from: *const u16, n: usize) -> Self { if n > 0 { Self::load_halves(from) } else { 0.0 } } }
+    method! { load_codes(from: *const u8) -> Self { value(*from) } }
     // A separate function, so that callers with wider registers do not save its registers.
     #[inline(never)]
     unsafe fn call<K: Kernel>(kernel: &K, scratch: &mut [f32]) {
@@ -312,6 +316,12 @@ mod x86 {
         method! { load_part_halves(from: *const u16, n: usize) -> Self {
             _mm512_castsi512_ps(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first16(n), from.cast())))
         } }
+        method! { load_codes(from: *const u8) -> Self {
+            // Sign, exponent and fraction at their places in f16, whose bias is 8 larger.
+            let wide = _mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(_mm_loadu_si128(from.cast())));
+            let halves = _mm256_and_si256(_mm256_srai_epi16::<1>(wide), _mm256_set1_epi16(0xbf80_u16 as i16));
+            _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0))
+        } }
         method! { add_pairs(self, x: Self, w: Self) -> Self = sum {
             _mm512_dpbf16_ps(sum, std::mem::transmute::<__m512, __m512bh>(x), std::mem::transmute::<__m512, __m512bh>(w))
         } }
@@ -385,6 +395,15 @@ mod x86 {
             let mut halves = [0; 8];
             from.copy_to_nonoverlapping(halves.as_mut_ptr(), n.min(8));
             Self::load_halves(halves.as_ptr())
+        } }
+        method! { load_codes(from: *const u8) -> Self {
+            let word = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()));
+            let size = _mm256_slli_epi32::<20>(_mm256_and_si256(word, _mm256_set1_epi32(0x7f)));
+            let size = _mm256_castsi256_ps(_mm256_add_epi32(size, _mm256_set1_epi32(120 << 23)));
+            // Below 2^-6, this has a leading one too many, and half of the step.
+            let small = _mm256_fmadd_ps(size, _mm256_set1_ps(2.0), _mm256_set1_ps(-0.015625));
+            let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(word, _mm256_set1_epi32(0x80)));
+            _mm256_or_ps(_mm256_min_ps(size, small), _mm256_castsi256_ps(sign))
         } }
         method! { select(self, shift: u32, table: &[f32; 16]) -> Self = x {
             let index = _mm256_srlv_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(shift as i32));
