@@ -10,6 +10,7 @@ use crate::device::cpu::pool;
 use crate::error::{Error, Result};
 use crate::launch::gpu;
 use crate::launch::step_shape::StepShape;
+use crate::metrics::{jsonl, keys};
 use crate::plan::{Device, Job, Rows, Sharing, microbatch, probe, show};
 use crate::sys::memory;
 use crate::train::{self, Archs};
@@ -33,7 +34,8 @@ pub struct Args {
     /// number of ranks (default: the started ranks; 8 with --gpu)
     #[argh(option)]
     ranks: Option<usize>,
-    /// device: cpu, a30, a100-40g, a100-80g, a800-80g, h100, h800 or h200 (default: cpu)
+    /// device: cpu, or a GPU: a30, a100-40g, a100-80g, a800-80g, h100, h100-nvl, h800, h200, h20, gh200, b200, l40s,
+    /// rtx-3090, rtx-4090, a5000, a10 or l4 (default: cpu)
     #[argh(option, default = "String::from(\"cpu\")")]
     gpu: String,
     /// ranks per node (default: 8 with --gpu; on CPUs all ranks)
@@ -90,10 +92,11 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         limits::check_option(option, tokens.unwrap_or(1), 1, TOKENS_MAX)?;
     }
     let archs = train::planned_archs(&config, args.reward_model.as_deref())?;
+    let expected_from = expect_lengths(&mut config, &world.group());
     let asked = config.clone();
     config.set_microbatches(microbatch::ENOUGH);
     let shape = train::shape(&config);
-    let rows = rows(args, &config, &shape, &archs, &world.group())?;
+    let rows = Rows { expected_from, ..rows(args, &config, &shape, &archs, &world.group())? };
     let job = Job::new(&config, &archs, Some(rows));
     job.check()?;
     let ranks = args.ranks.unwrap_or(if on_cpu || world.size > 1 { world.size } else { 8 });
@@ -124,6 +127,24 @@ fn plan(args: &Args, world: &World) -> Result<String> {
         return Ok(show::object(&job, &choice, &device, ranks).to_string());
     }
     Ok(show::table(&job, &choice, &device, ranks).trim_end().to_string())
+}
+
+/// Sets the expected length of responses to the mean of the last step in the job's directory, if the job sets none. Returns
+/// where it is from.
+fn expect_lengths(config: &mut Config, group: &Group) -> String {
+    if config.rollout.response_tokens_expected > 0 || !train::shape(config).has_rollout() {
+        return String::new();
+    }
+    let path = config.job.dir.join("metrics.jsonl");
+    let last = || {
+        let lines = jsonl::lines(&path).ok()?;
+        let mean = lines.iter().rev().find_map(|line| line.get(keys::RESPONSE_TOKENS_MEAN))?;
+        Some((mean.round() as usize).clamp(1, config.rollout.response_tokens_max))
+    };
+    let found: Vec<usize> = records::of_first(group, || last().into_iter().collect());
+    let Some(tokens) = found.first() else { return String::new() };
+    config.rollout.response_tokens_expected = *tokens;
+    format!("the mean of the last step in {}", config.job.dir.display())
 }
 
 /// The lengths of rows: from the command line, or else from the job's data, which one rank reads for all.

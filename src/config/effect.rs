@@ -270,8 +270,8 @@ mod tests {
         ("data.split", "by"),
         (
             "rollout",
-            "response_tokens_max response_tokens_min repetition_penalty stop stop_token_ids ignore_eos batch_max \
-             prefill_tokens_max kv_dtype kv_bytes_max graphs work_stealing tensor data",
+            "response_tokens_max response_tokens_expected response_tokens_min repetition_penalty stop stop_token_ids \
+             ignore_eos batch_max prefill_tokens_max kv_dtype kv_bytes_max graphs work_stealing tensor data",
         ),
         ("rollout.dynamic_sampling", "low high prompts_max_factor"),
         ("reward", "rule python http models judge environment"),

@@ -13,6 +13,7 @@ table! {
         pub prompts_per_step: usize = 1024 => 1.0..=SAMPLES,
         pub samples_per_prompt: usize = 1 => 1.0..=65_536.0,
         pub response_tokens_max: usize = 1024 => 1.0..=TOKENS,
+        pub response_tokens_expected: usize = 0 => 0.0..=TOKENS,
         pub response_tokens_schedule: Vec<[u64; 2]> = Vec::new(),
         pub response_tokens_grow_at: f32 = 0.0 => 0.0..=1.0,
         pub response_tokens_min: usize = 0 => 0.0..=TOKENS,
@@ -151,6 +152,13 @@ impl RolloutConfig {
                 .hint("remove it, as it would stop every response at once"));
         }
         let (min, max) = (self.response_tokens_min, self.response_tokens_max);
+        let expected = self.response_tokens_expected;
+        Error::need(
+            expected <= max,
+            format!(
+                "rollout.response_tokens_expected must be at most rollout.response_tokens_max = {max} (got {expected})"
+            ),
+        )?;
         Error::need(
             min <= max,
             format!("rollout.response_tokens_min must be at most rollout.response_tokens_max = {max} (got {min})"),

@@ -10,15 +10,15 @@
 //! `gradient.recompute = "auto"` is the least recomputation that fits: on GPUs in the layout that is chosen with full
 //! recomputation, on CPUs in any layout.
 
+pub use super::candidate::{Candidate, Placed};
 use super::devices::Device;
 use super::job::{Job, RolesOnRanks};
-use super::memory::Memory;
 use super::null::count;
 use super::refuse;
 use super::rows::Origin;
-use super::time::{Stage, Time};
+use super::time::Stage;
 use crate::config::job::Recompute;
-use crate::config::mesh::{Auto, Offload, RoleName};
+use crate::config::mesh::{Auto, Offload};
 use crate::config::model::Quantize;
 use crate::config::optim::GradientOrder;
 use crate::device::{self, cpu::pool::pool};
@@ -26,7 +26,6 @@ use crate::error::Result;
 use crate::launch::gpu;
 use crate::launch::layout::{Layout, StateSwap, Swap};
 use crate::mesh::Mesh;
-use std::ops::Range;
 
 /// The ratio below which predictions count as equal.
 const TIE: f64 = 1.02;
@@ -36,106 +35,6 @@ const STAGES_MAX: usize = 16;
 const ZERO_OF_STAGES: usize = 1;
 /// The number of runners-up that are kept.
 const SHOWN: usize = 6;
-
-/// Roles on some ranks, with their memory and time.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Placed {
-    pub roles: Vec<RoleName>,
-    pub ranks: Range<usize>,
-    /// The layout; its mesh has these ranks.
-    pub layout: Layout,
-    pub memory: Memory,
-    pub time: Time,
-}
-
-/// A layout with its memory and time.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Candidate {
-    /// One entry if every role is on every rank, else one for each part of the placement.
-    pub placed: Vec<Placed>,
-    /// Whether the rollout's ranks sample for later steps while the others learn.
-    pub runs_ahead: bool,
-}
-
-impl Candidate {
-    /// The ranks that have the actor.
-    pub fn main(&self) -> &Placed {
-        let with_actor = self.placed.iter().find(|placed| placed.roles.contains(&RoleName::Actor));
-        with_actor.expect("some rank has the actor")
-    }
-
-    pub fn layout(&self) -> &Layout {
-        &self.main().layout
-    }
-
-    /// Whether it does not fit, or decodes fewer samples at once than possible.
-    fn is_short(&self, job: &Job) -> bool {
-        let batch_max = job.config.rollout.batch_max;
-        !self.fits() || self.main().memory.kv.is_some_and(|kv| kv.at_once < kv.samples.min(batch_max))
-    }
-
-    /// Whether it fits and `other` does not, or it is faster.
-    fn is_better(&self, other: &Self) -> bool {
-        self.fits() && (!other.fits() || self.step_s() < other.step_s())
-    }
-
-    pub fn fits(&self) -> bool {
-        self.placed.iter().all(|placed| placed.memory.fits)
-    }
-
-    /// The fullest ranks.
-    pub fn fullest(&self) -> &Placed {
-        let most = self.placed.iter().max_by_key(|placed| placed.memory.peak().1.bytes);
-        most.expect("some rank has a role")
-    }
-
-    /// The seconds of a stage. Parts of the placement run at the same time.
-    pub fn seconds_of(&self, stage: Stage) -> f64 {
-        longest(&self.placed, |time| time.of_stage(stage))
-    }
-
-    pub fn floor_of(&self, stage: Stage) -> f64 {
-        longest(&self.placed, |time| time.floor_of(stage))
-    }
-
-    pub fn step_s(&self) -> f64 {
-        self.sides(Time::of_stage).map_or_else(|| all_stages(&self.placed, Time::of_stage), |[a, b]| a.max(b))
-    }
-
-    pub fn floor_s(&self) -> f64 {
-        self.sides(Time::floor_of).map_or_else(|| all_stages(&self.placed, Time::floor_of), |[a, b]| a.max(b))
-    }
-
-    /// The seconds of the rollout's ranks and of the others, which work at the same time, if the rollout runs ahead.
-    /// `of` returns the seconds of a stage.
-    pub fn sides(&self, of: fn(&Time, Stage) -> f64) -> Option<[f64; 2]> {
-        let side = |samples: bool| {
-            let placed = self.placed.iter().filter(|placed| placed.roles.contains(&RoleName::Rollout) == samples);
-            all_stages(placed, of)
-        };
-        self.runs_ahead.then(|| [side(true), side(false)])
-    }
-
-    /// The seconds of an evaluation, and of one more round of dynamic sampling. Ranks with other roles wait for the
-    /// rollout.
-    pub fn evaluation_s(&self) -> f64 {
-        self.placed.iter().map(|placed| placed.time.evaluation_s).sum()
-    }
-
-    pub fn round_s(&self) -> f64 {
-        self.placed.iter().map(|placed| placed.time.round_s).sum()
-    }
-}
-
-fn longest<'a>(placed: impl IntoIterator<Item = &'a Placed>, of: impl Fn(&Time) -> f64) -> f64 {
-    placed.into_iter().map(|placed| of(&placed.time)).fold(0.0, f64::max)
-}
-
-/// The seconds of all stages, one after the other.
-fn all_stages<'a>(placed: impl IntoIterator<Item = &'a Placed, IntoIter: Clone>, of: fn(&Time, Stage) -> f64) -> f64 {
-    let placed = placed.into_iter();
-    Stage::ALL.into_iter().map(|stage| longest(placed.clone(), |time| of(time, stage))).sum()
-}
 
 /// A layout that was not chosen, and why.
 #[derive(Clone, Debug, PartialEq)]
@@ -262,15 +161,8 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let parts = job.parts(world)?;
     let mut all = candidates(job, &parts, &layouts(job, world, device)?, device);
     if !device.is_cpu() && job.shape.has_rollout() {
-        // Try to offload everything. If that helps, try to offload less.
         let short: Vec<Candidate> = all.iter().filter(|found| found.is_short(job)).cloned().collect();
-        let most = swapping(&short, &[Swap::from_offload(&[Offload::Optimizer, Offload::Roles])]);
-        let found = candidates(job, &parts, &most, device);
-        let helped = short.into_iter().zip(&found).filter(|(before, found)| found.is_better(before));
-        let helped: Vec<Candidate> = helped.map(|(before, _)| before).collect();
-        let less = [Offload::Optimizer, Offload::Roles].map(|one| Swap::from_offload(&[one]));
-        all.extend(found);
-        all.extend(candidates(job, &parts, &swapping(&helped, &less), device));
+        all.extend(offloading(job, &parts, &short, device));
     }
     let compared = all.len();
     let (mut fitting, misfits): (Vec<Candidate>, Vec<Candidate>) = all.into_iter().partition(Candidate::fits);
@@ -293,6 +185,27 @@ fn choose_among(job: &Job, world: usize, device: &Device) -> Result<Choice> {
     let runners_up = runners_up(&chosen, fitting, misfits);
     let recompute = job.config.gradient.recompute;
     Ok(Choice { chosen, recompute, why, runners_up, compared, fitting: count })
+}
+
+/// Layouts of `short` with offloading: of everything, with the state onloaded for each update or once for all updates of
+/// a step. Where that helps, also of less.
+fn offloading(job: &Job, parts: &[RolesOnRanks], short: &[Candidate], device: &Device) -> Vec<Candidate> {
+    let mut all: Vec<Candidate> = Vec::new();
+    let once = job.shape.updates() > 1 && !job.config.mesh.offload.contains(&Offload::Optimizer);
+    let states = [Some(StateSwap::BetweenUpdates), once.then_some(StateSwap::BetweenSteps)];
+    for state in states.into_iter().flatten() {
+        let most = swapping(short, &[Swap { state, roles: true }]);
+        let found = candidates(job, parts, &most, device);
+        let helped = short.iter().zip(&found).filter(|(before, found)| found.is_better(before));
+        let helped: Vec<Candidate> = helped.map(|(before, _)| before.clone()).collect();
+        let less = [Swap { state, roles: false }, Swap { state: StateSwap::Never, roles: true }];
+        let less = swapping(&helped, &less);
+        let is_new = |layout: &Layout| !all.iter().any(|other| other.layout() == layout);
+        let less: Vec<Layout> = less.into_iter().filter(is_new).collect();
+        all.extend(found);
+        all.extend(candidates(job, parts, &less, device));
+    }
+    all
 }
 
 /// A candidate of each layout, in their order; threads share them.

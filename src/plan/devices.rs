@@ -34,6 +34,9 @@ pub struct Device {
     /// Threads of a rank.
     pub threads: usize,
     pub efficiency: Efficiency,
+    /// What is measured of the peaks and of the shares that kernels reach, and what is assumed. Empty if all is measured
+    /// here.
+    pub rates: &'static str,
 }
 
 /// The latency of collectives. One with n steps takes at least `call_s + n step_s`, with `network_s` for each step that
@@ -115,6 +118,17 @@ impl Efficiency {
         links: 0.70,
     };
 
+    /// An assumption for Blackwell: the kernels use mma.sync there, of which no peak is declared, about as fast as on Hopper.
+    const SM_100: Self = Self {
+        train: 0.20,
+        score: 0.20,
+        attention: 0.13,
+        attention_backward: 0.11,
+        head: 0.22,
+        head_train: 0.22,
+        ..Self::SM_90
+    };
+
     /// Shares of an ordinary core's peaks; `probe` measures those of this machine.
     pub fn declared_cpu() -> Self {
         Self {
@@ -135,30 +149,63 @@ impl Efficiency {
 }
 
 /// A GPU as its manufacturer declares it: name; GB of memory; TFLOP/s; GB/s of memory, of NVLink (both ways together)
-/// and of PCIe; and the properties that kernels depend on.
-struct Declared(&'static str, f64, f64, f64, f64, f64, NullGpu);
+/// and of PCIe; the properties that kernels depend on; and what is assumed.
+struct Declared(&'static str, f64, f64, f64, f64, f64, NullGpu, &'static str);
 
-/// Multiprocessors, and shared memory of a block: NVIDIA's white papers of both architectures.
+/// Multiprocessors, and shared memory of a block: NVIDIA's white papers of the architectures, and the table of compute
+/// capabilities in the CUDA C++ Programming Guide.
 const AMPERE: NullGpu = NullGpu { capability: (8, 0), multiprocessors: 108, shared_bytes: 163 << 10 };
+const GA102: NullGpu = NullGpu { capability: (8, 6), multiprocessors: 82, shared_bytes: 99 << 10 };
+const ADA: NullGpu = NullGpu { capability: (8, 9), multiprocessors: 128, shared_bytes: 99 << 10 };
 const HOPPER: NullGpu = NullGpu { capability: (9, 0), multiprocessors: 132, shared_bytes: 227 << 10 };
+const BLACKWELL: NullGpu = NullGpu { capability: (10, 0), multiprocessors: 148, shared_bytes: 227 << 10 };
 
-/// Dense bf16 with f32 sums, SXM boards, 8 per node. Memory as `nvidia-smi` shows it.
+const MEASURED: &str = "peaks declared; the shares of them that kernels reach were measured on an H200";
+const OF_H200: &str = "peaks declared; the shares of them that kernels reach are assumed, as measured on an H200";
+const OF_TILES: &str =
+    "peaks declared; the shares of them that kernels reach are assumed, from the kernels' tiles and traffic";
+const ALL_ASSUMED: &str =
+    "peaks assumed, as there is no data sheet; the shares of them are assumed, as measured on an H200";
+const UNTUNED: &str =
+    "peaks declared; the shares of them that kernels reach are assumed: none is tuned for this architecture";
+
+/// Dense bf16 with f32 sums, 8 per node. Memory as `nvidia-smi` shows it. GPUs without NVLink exchange data over PCIe.
 ///
 /// - A30: NVIDIA A30 Tensor Core GPU datasheet (2022): 165 TFLOP/s, 24 GB at 933 GB/s, NVLink 200 GB/s, PCIe gen4 x16.
 /// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s;
 ///   NVLink 600 GB/s; PCIe gen4 x16, 64 GB/s.
 /// - A800: the A100 80 GB with NVLink of 400 GB/s (NVIDIA A800 Tensor Core GPU datasheet, 2022).
 /// - H100: NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s dense, 3.35 TB/s, NVLink 900 GB/s, PCIe gen5 x16,
-///   128 GB/s. H800: the same with NVLink of 400 GB/s.
+///   128 GB/s; H100 NVL: 835 TFLOP/s dense, 94 GB at 3.9 TB/s, NVLink 600 GB/s. H800: H100 with NVLink of 400 GB/s.
 /// - H200: NVIDIA H200 Tensor Core GPU datasheet (2024): 141 GB at 4.8 TB/s, else as H100.
-const GPUS: [Declared; 7] = [
-    Declared("a30", 25.4, 165.0, 933.0, 200.0, 64.0, NullGpu { multiprocessors: 56, ..AMPERE }),
-    Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE),
-    Declared("a100-80g", 85.9, 312.0, 2039.0, 600.0, 64.0, AMPERE),
-    Declared("a800-80g", 85.9, 312.0, 2039.0, 400.0, 64.0, AMPERE),
-    Declared("h100", 85.5, 989.0, 3350.0, 900.0, 128.0, HOPPER),
-    Declared("h800", 85.5, 989.0, 3350.0, 400.0, 128.0, HOPPER),
-    Declared("h200", 150.8, 989.0, 4800.0, 900.0, 128.0, HOPPER),
+/// - H20: no data sheet of NVIDIA; resellers list 148 TFLOP/s, 96 GB at 4.0 TB/s, 78 multiprocessors, NVLink 900 GB/s.
+/// - GH200: NVIDIA GH200 Grace Hopper Superchip datasheet (2023): 990 TFLOP/s dense, 96 GB at 4 TB/s, NVLink 900 GB/s,
+///   and NVLink-C2C of 900 GB/s to the host's memory.
+/// - B200: NVIDIA HGX B200 in the Blackwell datasheet (2025): 4.5 PFLOP/s with sparsity, 180 GB at 7.7 TB/s, NVLink
+///   1.8 TB/s, PCIe gen5.
+/// - L40S: NVIDIA L40S datasheet (2023): 362.05 TFLOP/s, 48 GB at 864 GB/s, PCIe gen4 x16.
+/// - RTX 3090: NVIDIA Ampere GA102 GPU Architecture white paper (2020): 71 TFLOP/s with f32 sums, 936 GB/s.
+/// - RTX 4090 and L4: NVIDIA Ada GPU Architecture white paper (V2.01, 2023): 165.2 and 121 TFLOP/s, 1,008 and 300 GB/s.
+/// - RTX A5000: NVIDIA RTX A5000 datasheet (2021): 222.2 TFLOP/s with sparsity, 768 GB/s, PCIe gen4 x16.
+/// - A10: NVIDIA A10 Tensor Core GPU datasheet (2021): 125 TFLOP/s, 600 GB/s, PCIe gen4 x16.
+const GPUS: [Declared; 17] = [
+    Declared("a30", 25.4, 165.0, 933.0, 200.0, 64.0, NullGpu { multiprocessors: 56, ..AMPERE }, OF_TILES),
+    Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE, OF_TILES),
+    Declared("a100-80g", 85.9, 312.0, 2039.0, 600.0, 64.0, AMPERE, OF_TILES),
+    Declared("a800-80g", 85.9, 312.0, 2039.0, 400.0, 64.0, AMPERE, OF_TILES),
+    Declared("h100-nvl", 100.5, 835.0, 3900.0, 600.0, 128.0, HOPPER, OF_H200),
+    Declared("h100", 85.5, 989.0, 3350.0, 900.0, 128.0, HOPPER, OF_H200),
+    Declared("h800", 85.5, 989.0, 3350.0, 400.0, 128.0, HOPPER, OF_H200),
+    Declared("h200", 150.8, 989.0, 4800.0, 900.0, 128.0, HOPPER, MEASURED),
+    Declared("h20", 102.6, 148.0, 4000.0, 900.0, 128.0, NullGpu { multiprocessors: 78, ..HOPPER }, ALL_ASSUMED),
+    Declared("gh200", 102.6, 990.0, 4000.0, 900.0, 900.0, HOPPER, OF_H200),
+    Declared("b200", 192.3, 2250.0, 7700.0, 1800.0, 128.0, BLACKWELL, UNTUNED),
+    Declared("l40s", 48.3, 362.0, 864.0, 64.0, 64.0, NullGpu { multiprocessors: 142, ..ADA }, OF_TILES),
+    Declared("rtx-3090", 25.8, 71.0, 936.0, 64.0, 64.0, GA102, OF_TILES),
+    Declared("rtx-4090", 25.8, 165.2, 1008.0, 64.0, 64.0, ADA, OF_TILES),
+    Declared("a5000", 25.8, 111.1, 768.0, 64.0, 64.0, NullGpu { multiprocessors: 64, ..GA102 }, OF_TILES),
+    Declared("a10", 24.2, 125.0, 600.0, 64.0, 64.0, NullGpu { multiprocessors: 72, ..GA102 }, OF_TILES),
+    Declared("l4", 24.2, 121.0, 300.0, 64.0, 64.0, NullGpu { multiprocessors: 58, ..ADA }, OF_TILES),
 ];
 
 /// The default share of the node's network per GPU: 200 Gbit/s.
@@ -174,7 +221,8 @@ impl Device {
     /// `Usage` for an unknown name.
     pub fn gpu(name: &str, network_gb_s: f64) -> Result<Self> {
         let known = GPUS.iter().find(|gpu| gpu.0 == name.to_lowercase());
-        let Some(&Declared(name, memory_gb, tflops, memory_gb_s, nvlink_gb_s, pcie_gb_s, kernels)) = known else {
+        let Some(&Declared(name, memory_gb, tflops, memory_gb_s, nvlink_gb_s, pcie_gb_s, kernels, rates)) = known
+        else {
             let known = GPUS.map(|gpu| gpu.0).join(", ");
             return Err(Error::usage(format!("unknown GPU type `{name}`")).hint(format!("use one of cpu, {known}")));
         };
@@ -191,16 +239,23 @@ impl Device {
             latency: NCCL_LATENCY,
             ranks_per_node: 8,
             threads: 1,
-            efficiency: if kernels.capability.0 >= 9 { Efficiency::SM_90 } else { Efficiency::SM_80 },
+            efficiency: match kernels.capability.0 {
+                ..9 => Efficiency::SM_80,
+                9 => Efficiency::SM_90,
+                10.. => Efficiency::SM_100,
+            },
+            rates,
         })
     }
 
     /// An existing GPU, by the name that its driver reports, with the manufacturer's peaks if the table has them.
     pub fn declared(name: &str, memory_bytes: u64) -> Option<Self> {
         let (lower, memory_gb) = (name.to_lowercase(), memory_bytes as f64 / GB);
+        let words: Vec<&str> = lower.split([' ', '-']).collect();
+        let is_size = |word: &str| word.strip_suffix('g').is_some_and(|size| size.parse::<u32>().is_ok());
         let is = |gpu: &&Declared| {
-            let model = gpu.0.split('-').next().unwrap_or(gpu.0);
-            lower.contains(model) && memory_gb <= gpu.1
+            let mut model = gpu.0.split('-').filter(|word| !is_size(word));
+            model.all(|word| words.contains(&word)) && memory_gb <= gpu.1
         };
         GPUS.iter().find(is).and_then(|gpu| Self::gpu(gpu.0, NETWORK_GB_S).ok())
     }
@@ -230,10 +285,40 @@ impl Device {
             ranks_per_node: ranks_per_node.max(1),
             threads: 1,
             efficiency: Efficiency::declared_cpu(),
+            rates: "",
         }
     }
 
     pub fn is_cpu(&self) -> bool {
         self.gpu.is_none()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_found_by_the_name_of_its_driver() {
+        let cases = [
+            ("NVIDIA A800-SXM4-80GB", 85.1, "a800-80g"),
+            ("NVIDIA A100-SXM4-40GB", 42.2, "a100-40g"),
+            ("NVIDIA A100 80GB PCIe", 85.1, "a100-80g"),
+            ("NVIDIA H100 80GB HBM3", 85.0, "h100"),
+            ("NVIDIA H100 NVL", 100.4, "h100-nvl"),
+            ("NVIDIA H200", 150.1, "h200"),
+            ("NVIDIA H20", 102.0, "h20"),
+            ("NVIDIA GH200 480GB", 102.0, "gh200"),
+            ("NVIDIA L40S", 47.8, "l40s"),
+            ("NVIDIA L4", 23.6, "l4"),
+            ("NVIDIA A10", 23.7, "a10"),
+            ("NVIDIA RTX A5000", 25.4, "a5000"),
+            ("NVIDIA GeForce RTX 4090", 25.4, "rtx-4090"),
+            ("Tesla V100-SXM2-32GB", 34.0, "none"),
+        ];
+        for (name, memory_gb, found) in cases {
+            let device = Device::declared(name, (memory_gb * GB) as u64);
+            assert_eq!(device.map_or("none".into(), |device| device.name), found, "{name}");
+        }
     }
 }

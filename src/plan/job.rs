@@ -60,6 +60,23 @@ impl<'a> Job<'a> {
         self.shape.has_rollout() && self.config.recomputes_old_logprobs(&layout.mesh, &layout.rollout(), fast)
     }
 
+    /// The same job with responses of the expected length, if they are expected to be shorter than the longest.
+    pub fn expected(&self) -> Option<(Config, Rows)> {
+        let tokens = self.config.rollout.response_tokens_expected;
+        let is_shorter = self.rows.drawn.iter().any(|row| row.response > tokens);
+        (self.shape.has_rollout() && tokens > 0 && is_shorter).then(|| {
+            let (mut config, mut rows) = (self.config.clone(), self.rows.clone());
+            let rollout = &mut config.rollout;
+            rollout.response_tokens_max = tokens.min(rollout.response_tokens_max);
+            rollout.response_tokens_min = tokens.min(rollout.response_tokens_min);
+            rollout.response_tokens_schedule.clear();
+            for row in rows.drawn.iter_mut().chain(&mut rows.evaluated) {
+                row.response = tokens.min(row.response);
+            }
+            (config, rows)
+        })
+    }
+
     /// The number of steps that are counted: steps with known rows, or one if all rows are alike.
     pub fn looked_at(&self) -> usize {
         let known = self.rows.drawn.len() / self.shape.rows.max(1);

@@ -111,6 +111,8 @@ pub struct Memory {
     /// The bytes available to a rank.
     pub limit: u64,
     pub kv: Option<KvCache>,
+    /// The same with responses of the expected length.
+    pub kv_expected: Option<KvCache>,
     /// The most bytes of pinned host memory at once, or of memory-mapped files.
     pub host: usize,
     /// The counted stages of a pipeline.
@@ -147,7 +149,13 @@ impl Memory {
         let within = arena_max == 0 || arena as u64 <= arena_max;
         let fits = failed.is_none() && within && in_use as u64 <= device.memory_bytes;
         let (kv, host, limit) = (record.cache.map(KvCache::from_cache), record.host, limit.min(device.memory_bytes));
-        Self { peaks, resident, arena, limit, kv, host, stages: Stages::default(), fits, failed }
+        let kv_expected = None;
+        Self { peaks, resident, arena, limit, kv, kv_expected, host, stages: Stages::default(), fits, failed }
+    }
+
+    /// The cache of the responses that count in the time.
+    pub fn kv_of_time(&self) -> Option<KvCache> {
+        self.kv_expected.or(self.kv)
     }
 
     /// The fullest moment of all.

@@ -9,6 +9,7 @@
 //! - `microbatch` chooses the tokens of a micro-batch, if the job leaves them open.
 //! - `choose` compares layouts, and `resolve` returns the layouts of a run.
 
+mod candidate;
 pub mod choose;
 pub mod devices;
 mod job;

@@ -48,7 +48,16 @@ fn stages_looked_at(count: usize) -> impl Iterator<Item = usize> {
     (0..count).filter(move |stage| count <= 4 || [0, 1, count - 1].contains(stage))
 }
 
+/// The memory of the longest responses, and the time of responses of the expected length.
 fn count_stage(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName], stage: usize) -> (Memory, Time) {
+    let (memory, time) = count_lengths(job, layout, device, roles, stage);
+    let Some((config, rows)) = job.expected() else { return (memory, time) };
+    let expected = Job { config: &config, rows, ..job.clone() };
+    let (at_expected, time) = count_lengths(&expected, layout, device, roles, stage);
+    (Memory { kv_expected: at_expected.kv, ..memory }, time)
+}
+
+fn count_lengths(job: &Job, layout: &Layout, device: &Device, roles: &[RoleName], stage: usize) -> (Memory, Time) {
     let part = TensorPart::fullest(job.archs.actor(), layout.mesh.tensor).rank;
     let stride = layout.mesh.ranks() / layout.mesh.data;
     let world = job.config.mesh.placed_ranks().unwrap_or(layout.mesh.ranks());

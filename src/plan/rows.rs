@@ -37,11 +37,14 @@ pub struct Rows {
     /// The number of images in all rows of the job.
     #[serde(default)]
     pub images: usize,
+    /// The source of `rollout.response_tokens_expected`, if the job does not set it.
+    pub expected_from: String,
 }
 
 impl Rows {
     fn new(drawn: Vec<RowTokens>, origin: Origin) -> Self {
-        Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false, images: 0 }
+        let expected_from = String::new();
+        Self { drawn, evaluated: Vec::new(), origin, responses_are_given: false, images: 0, expected_from }
     }
 
     /// The longest rows that a job allows, because other lengths are missing: `why`.

@@ -81,6 +81,9 @@ fn head(out: &mut String, job: &Job, choice: &Choice, device: &Device, world: us
         describe_flops(device.flops)
     );
     wrap(out, "  device     ", &text);
+    if !device.rates.is_empty() {
+        wrap(out, "  rates      ", device.rates);
+    }
     rule(out, "layout");
     wrap(out, "  ", &format!("{}: {}", describe_layout(&choice.chosen), choice.why));
     line(out, format!("  {} compared, {} fit", counted(choice.compared, "layout"), choice.fitting));
@@ -148,24 +151,33 @@ fn describe_rows(job: &Job) -> String {
     let (what, lengths) =
         if job.shape.has_rollout() { ("prompts", range(|row| row.prompt)) } else { ("rows", range(|row| row.all())) };
     let read = match &job.rows.origin {
-        Origin::Longest(why) if why.is_empty() => return "all counted as the longest that the job allows".into(),
+        Origin::Longest(why) if why.is_empty() => "all counted as the longest that the job allows".into(),
         Origin::Longest(why) => {
-            return format!("all counted as the longest that the job allows, because lengths could not be read: {why}");
+            format!("all counted as the longest that the job allows, because lengths could not be read: {why}")
         }
-        Origin::Given => return "lengths from the command line".into(),
+        Origin::Given => "lengths from the command line".into(),
         Origin::Drawn => format!("lengths of the first {} {what} of the job: {lengths}", rows.len()),
         Origin::Sampled => format!("lengths of {} {what} spread over the job's data: {lengths}", rows.len()),
     };
-    if !job.shape.has_rollout() {
+    let responses = range(|row| row.response);
+    if job.expected().is_some() {
+        let expected = job.config.rollout.response_tokens_expected;
+        let from = &job.rows.expected_from;
+        let from = if from.is_empty() { "rollout.response_tokens_expected" } else { from };
+        return format!(
+            "{read}; responses of {expected} tokens are expected ({from}): the time is theirs, and the memory is that of \
+             the longest, {responses}"
+        );
+    }
+    if !job.shape.has_rollout() || matches!(job.rows.origin, Origin::Longest(_) | Origin::Given) {
         return read;
     }
-    let responses = range(|row| row.response);
     if job.rows.responses_are_given {
         return format!("{read}; responses from the command line: {responses}");
     }
     format!(
         "{read}; response lengths are not known in advance, so all count as the longest: {responses} \
-         (set others with --response-tokens)"
+         (set others with rollout.response_tokens_expected or --response-tokens)"
     )
 }
 
@@ -246,6 +258,13 @@ fn memory(out: &mut String, choice: &Choice, placed: &Placed, device: &Device) {
             format_bytes(bytes_wanted as u64)
         );
         wrap(out, "", &text);
+    }
+    if let Some(KvCache { samples, at_once, batches, .. }) = memory.kv_expected {
+        let plural = if batches == 1 { "" } else { "es" };
+        line(
+            out,
+            format!("with the expected lengths: {at_once} of {samples} samples at once, {batches} batch{plural}"),
+        );
     }
     if memory.host > 0 {
         let what = if device.is_cpu() { "memory-mapped files" } else { "pinned host memory" };
@@ -395,6 +414,8 @@ fn rows_object(job: &Job) -> Value {
     json!({
         "counted": counted, "why": why, "read": job.rows.drawn.len(), "samples": job.shape.samples(),
         "prompt": longest.prompt, "response": longest.response, "prompt_mean": prompt, "response_mean": response,
+        "response_expected": job.expected().map(|_| job.config.rollout.response_tokens_expected),
+        "response_expected_from": job.rows.expected_from,
     })
 }
 
@@ -403,7 +424,7 @@ fn device_object(device: &Device) -> Value {
         "name": device.name, "memory_bytes": device.memory_bytes, "flops": device.flops,
         "attention_flops": device.attention_flops, "memory_bytes_per_s": device.memory,
         "link_bytes_per_s": device.link, "network_bytes_per_s": device.network, "host_bytes_per_s": device.host,
-        "ranks_per_node": device.ranks_per_node,
+        "ranks_per_node": device.ranks_per_node, "rates": device.rates,
     })
 }
 
@@ -443,7 +464,8 @@ fn placed(placed: &Placed) -> Value {
         "memory": {
             "phases": phases, "peak_bytes": placed.memory.peak().1.bytes, "resident_bytes": placed.memory.resident,
             "stages": placed.memory.stages,
-            "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv, "host_bytes": placed.memory.host,
+            "limit_bytes": placed.memory.limit, "kv_cache": placed.memory.kv,
+            "kv_cache_expected": placed.memory.kv_expected, "host_bytes": placed.memory.host,
         },
         "parts": placed.time.parts.iter().map(|part| json!({
             "stage": key(part.stage), "name": part.name, "flops": part.work.flops, "bytes": part.work.bytes,

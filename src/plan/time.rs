@@ -1,11 +1,12 @@
 //! The seconds of a step on one rank, from the operations and collectives that a null device counted. At the device's
 //! peaks, floor = max(FLOPs / peak, bytes / peak), and prediction = floor / efficiency. (Roofline: Williams, Waterman,
 //! Patterson 2009.) Collectives take their bytes over the slowest link that the group crosses, and a latency for each
-//! call and message. Time that overlaps with computation is not counted. Norms, rotations and softmax are not counted,
+//! call and message. Time that overlaps with computation is not counted, except for the multiprocessors that NCCL takes. Norms, rotations and softmax are not counted,
 //! but are part of the efficiency.
 
 use super::devices::{Device, Efficiency, Latency, NARROW_ROWS};
 use crate::device::null::{self, Over, Phase, Record, Task, Work};
+use crate::sys::environment::NCCL_CTAS;
 use std::collections::BTreeMap;
 
 /// The stage of a step that a part belongs to.
@@ -151,7 +152,7 @@ fn parts(all: &BTreeMap<Task, Work>, steps: f64, device: &Device) -> Vec<(Task, 
         .iter()
         .filter_map(|(task, work)| Some((*task, part(task, Stage::from_phase(task.phase)?, each(work), device))));
     let mut parts: Vec<(Task, Part)> = parts.collect();
-    hide(&mut parts);
+    hide(&mut parts, device);
     parts
 }
 
@@ -215,8 +216,10 @@ fn moved(task: &Task, over: &Over, work: Work, device: &Device) -> Part {
     Part { stage: Stage::Exposed, name, work, bound, peak, floor_s, efficiency, busy_s, seconds: busy_s }
 }
 
-/// Deducts the seconds of collectives that overlap with computation. Only the first call is always exposed.
-fn hide(parts: &mut [(Task, Part)]) {
+/// Deducts the seconds of collectives that overlap with computation, except the seconds that they take from it: NCCL runs
+/// on some of the multiprocessors. Only the first call is always exposed.
+fn hide(parts: &mut [(Task, Part)], device: &Device) {
+    let taken = device.gpu.map_or(0.0, |gpu| NCCL_CTAS as f64 / gpu.multiprocessors as f64);
     let is_hidden = |task: &Task| task.over.is_some_and(|over| over.is_hidden);
     let mut left: BTreeMap<Phase, f64> = BTreeMap::new();
     for (task, part) in parts.iter().filter(|(task, _)| task.over.is_none()) {
@@ -226,13 +229,40 @@ fn hide(parts: &mut [(Task, Part)]) {
         let computing = left.entry(task.phase).or_default();
         let hidden = (part.busy_s * (1.0 - 1.0 / part.work.calls.max(1.0))).min(*computing);
         *computing -= hidden;
-        part.seconds -= hidden;
+        part.seconds -= hidden * (1.0 - taken);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_hidden_collective_takes_its_multiprocessors_from_the_computation() {
+        let over = Over { axis: "zero", members: 8, stride: 1, is_hidden: true };
+        let part = |busy_s: f64, calls: f64| Part {
+            stage: Stage::Exposed,
+            name: String::new(),
+            work: Work { calls, ..Work::default() },
+            bound: "link",
+            peak: 1.0,
+            floor_s: busy_s,
+            efficiency: 1.0,
+            busy_s,
+            seconds: busy_s,
+        };
+        let task = |op, over| Task { phase: Phase::Train, op, over };
+        let of = |device: &Device| {
+            let mut parts =
+                vec![(task(null::GEMM, None), part(20.0, 1.0)), (task("gather", Some(over)), part(10.0, 5.0))];
+            hide(&mut parts, device);
+            parts[1].1.seconds
+        };
+        // 8 of 10 seconds are hidden, and 8 of 108 multiprocessors are taken.
+        let gpu = of(&Device::gpu("a800-80g", 25.0).expect("known"));
+        assert!((gpu - (2.0 + 8.0 * 8.0 / 108.0)).abs() < 1e-12, "{gpu}");
+        assert_eq!(of(&Device::cpu(1 << 30, 1)), 2.0);
+    }
 
     #[test]
     fn decode_gemms_of_more_rows_than_a_tile_have_their_own_rate() {

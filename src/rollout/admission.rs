@@ -15,7 +15,7 @@ const NEVER: usize = usize::MAX >> 8;
 /// The use of a cache group by running sequences.
 #[derive(Clone, Debug)]
 struct Room {
-    /// All pages of the group, without those that are held now, or soon, and that no end of these sequences frees.
+    /// All pages of the group, without the pages that are held now, or soon, and that no end of these sequences frees.
     pages: usize,
     holders: Timeline,
     /// With a window, the pages that they may hold in addition while they read their tokens.
@@ -31,9 +31,9 @@ pub(super) struct Rooms {
 
 /// The pages of a sequence in a cache group.
 struct Share {
-    /// Those that it holds alone now.
+    /// Pages that it holds alone now.
     own: usize,
-    /// Those that it will take and then share with others.
+    /// Pages that it will take and then share with others.
     taken: usize,
     holder: Holder,
 }
@@ -162,8 +162,8 @@ impl Scheduler {
         Share { own, taken, holder: Holder { end, tokens, offset, most } }
     }
 
-    /// The number of leading entries of its tables that it shares with other sequences, and of those that it will read
-    /// itself.
+    /// The number of leading entries of its tables that it shares with other sequences, and of the entries that it will
+    /// read itself.
     fn shared_entries(&self, s: usize, behind: bool) -> (usize, usize) {
         let sequence = &self.sequences[s];
         let spec = sequence.spec;
@@ -213,7 +213,7 @@ impl Scheduler {
         true
     }
 
-    /// The sequence to preempt for pages of a cache group: of the last admitted first.
+    /// The sequence to preempt for pages of a cache group. Among equals it is the last one admitted.
     fn victim(&self, group: usize) -> Option<usize> {
         let of = |s: usize| &self.sequences[s];
         // The first admitted of those with the most.

@@ -33,7 +33,7 @@ pub struct Engine {
     decoder: Option<Decoder>,
     /// The reason why decode steps of the last call used no graphs, after a capture failed on a GPU.
     refused: Option<String>,
-    /// Mean number of new tokens in the responses of the last call.
+    /// Mean number of new tokens in the responses of the last call, or before it the expected one.
     new_tokens_before: Option<usize>,
     steps: DecodeSteps,
 }
@@ -48,7 +48,7 @@ impl Engine {
             pages: Vec::new(),
             decoder: None,
             refused: None,
-            new_tokens_before: None,
+            new_tokens_before: (config.response_tokens_expected > 0).then_some(config.response_tokens_expected),
             steps: DecodeSteps::here(),
         }
     }

@@ -55,7 +55,7 @@ impl Timeline {
     }
 
     /// max over the ends e of the sum of c(e) over the holders that have not ended before e. No step has a larger sum,
-    /// because it only grows between two ends. One pass over the holders.
+    /// because it only grows between two ends. It visits each holder once.
     pub fn peak(&self) -> usize {
         let (mut growing, mut full, mut peak) = (Growing::default(), 0, 0);
         for Event { key, holder } in &self.events {

@@ -107,7 +107,7 @@ impl Scheduler {
         self.pools.take_copies()
     }
 
-    /// Admits a sequence only if it fits at its maximum beside all others at theirs, because a plan runs only the first
+    /// Admits a sequence only if it fits at its maximum together with all others at theirs, because a plan runs only the first
     /// and the last step of each.
     pub fn admit_in_batches(&mut self) {
         self.in_batches = true;

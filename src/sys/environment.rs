@@ -43,6 +43,27 @@ pub fn keep_off_network() {
     }
 }
 
+/// The blocks that NCCL starts for a collective at most, unless the user sets it: each takes a multiprocessor from the
+/// computation that the collective overlaps with.
+pub const NCCL_CTAS: usize = 8;
+
+/// Limits the blocks of NCCL's collectives to `NCCL_CTAS`, unless the user has set how many it may or must have. Call it
+/// in `main`, while there is one thread.
+pub fn limit_nccl() {
+    if leaves_nccl_open(&real) {
+        // SAFETY: no other thread reads or changes the environment yet.
+        unsafe { std::env::set_var(NCCL_MAX_CTAS, NCCL_CTAS.to_string()) };
+    }
+}
+
+const NCCL_MAX_CTAS: &str = "NCCL_MAX_CTAS";
+
+fn leaves_nccl_open(lookup: Lookup) -> bool {
+    // Minima above the limit would contradict it. Channels are the older name of blocks.
+    let names = [NCCL_MAX_CTAS, "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS"];
+    names.iter().all(|name| lookup(name).is_none())
+}
+
 /// Open MPI's parameter for its transport. "ob1" uses shared memory and TCP.
 const TRANSPORT: &str = "OMPI_MCA_pml";
 
@@ -110,6 +131,13 @@ mod tests {
         assert!(stays_off(&[("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
         assert!(!stays_off(&[("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "4")]));
         assert!(!stays_off(&[("PMIX_RANK", "3"), ("SLURM_NTASKS", "8")]));
+    }
+
+    #[test]
+    fn blocks_of_nccl_are_limited_unless_the_user_sets_them() {
+        assert!(leaves_nccl_open(&with(&[("NCCL_DEBUG", "WARN")])));
+        assert!(!leaves_nccl_open(&with(&[("NCCL_MAX_CTAS", "16")])));
+        assert!(!leaves_nccl_open(&with(&[("NCCL_MIN_NCHANNELS", "16")])));
     }
 
     #[test]

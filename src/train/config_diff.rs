@@ -28,6 +28,7 @@ const OF_A_STEP: &[&str] =
 /// Keys of `[rollout]` that do not change results, except by rounding.
 const NOT_OF_A_STEP: &[&str] = &[
     "rollout.batch_max",
+    "rollout.response_tokens_expected",
     "rollout.prefill_tokens_max",
     "rollout.kv_bytes_max",
     "rollout.graphs",

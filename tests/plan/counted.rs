@@ -213,3 +213,21 @@ fn the_memory_of_every_recipe_has_owners_that_are_in_the_tables() {
     }
     assert!(planned > 10, "{planned} recipes");
 }
+
+#[test]
+fn expected_responses_have_the_time_of_their_length_and_the_memory_of_the_longest() {
+    let archs = archs(&small(), true);
+    let count_with = |more: &[&str]| {
+        let config = job(&[&FEW[..], &NAMED, more].concat());
+        let layout = Layout { mesh: Mesh::data_only(2), zero: 3, chunks: 1, rollout_tensor: 1, swap: Swap::default() };
+        plan::count(&Job::new(&config, &archs, None), &layout, &a800(), &[Actor])
+    };
+    let (memory, time) = count_with(&["rollout.response_tokens_max=384"]);
+    let of_expected = ["rollout.response_tokens_max=384", "rollout.response_tokens_expected=96"];
+    let (memory_expected, time_expected) = count_with(&of_expected);
+    let (_, time_short) = count_with(&["rollout.response_tokens_max=96"]);
+    assert_eq!((memory_expected.peaks, memory_expected.kv), (memory.peaks, memory.kv));
+    assert!(memory_expected.kv_expected.is_some() && memory.kv_expected.is_none());
+    assert_eq!((time_expected.tokens, time_expected.step_s()), (time_short.tokens, time_short.step_s()));
+    assert!(time_expected.step_s() < 0.5 * time.step_s());
+}

@@ -353,11 +353,11 @@ fn the_cache_is_full_at_the_projected_peak() {
     // Equal lengths that are known; different ones with a known mean; the same in the first rollout.
     let cases = [
         (vec![480; 96], Some(480), 0.95, 0.4, 0),
-        (lengths.clone(), Some(mean), 0.95, 0.65, 20),
-        (lengths, None, 0.95, 0.6, 30),
+        (lengths.clone(), Some(mean), 0.95, 0.6, 20),
+        (lengths, None, 0.95, 0.5, 30),
     ];
     for (lengths, new_tokens_before, peak, on_average, preemptions) in cases {
-        let pages = 16 * pages_of(10 + 480);
+        let pages = 6 * pages_of(10 + 480);
         let limits = Limits { batch_max: 96, prefill_tokens_max: 240, pages: whole(pages), new_tokens_before };
         let done = Rehearsal::new(&groups(&[10; 96], 1, 480), &lengths, limits).run();
         done.assert_complete();
