@@ -19,8 +19,8 @@ pub enum DType {
 pub enum KvDtype {
     /// That of weights.
     #[default]
-    #[serde(rename = "model", alias = "auto")]
-    Auto,
+    #[serde(alias = "auto")]
+    Model,
     /// 8 bits, with a power of two for each token and head (`device::cpu::kv_codes`).
     Fp8,
 }

@@ -28,7 +28,7 @@ table! {
         pub ignore_eos: bool = false,
         pub batch_max: usize = 256 => 1.0..=65_536.0,
         pub prefill_tokens_max: usize = 2048 => 1.0..=TOKENS,
-        pub kv_dtype: KvDtype = KvDtype::Auto,
+        pub kv_dtype: KvDtype = KvDtype::Model,
         pub kv_bytes_max: u64 = 0 => 0.0..=BYTES,
         pub graphs: bool = true,
         pub work_stealing: bool = true,

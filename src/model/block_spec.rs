@@ -223,7 +223,7 @@ impl AttentionSpec {
             has_gate: false,
             sinks: Sinks::None,
             latent: None,
-            kv: KvDtype::Auto,
+            kv: KvDtype::Model,
         }
     }
 

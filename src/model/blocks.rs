@@ -42,7 +42,7 @@ impl Blocks {
             has_gate: family.is_hybrid,
             latent,
             sinks: family.sinks,
-            kv: KvDtype::Auto,
+            kv: KvDtype::Model,
         };
         let delta = if family.is_hybrid { Some(delta(c)?) } else { None };
         let feeds = feeds::read(c, family, layers)?;

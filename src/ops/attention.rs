@@ -175,8 +175,8 @@ pub fn backward_packed(
 pub fn round_as_cached(x: &mut Tensor, dtype: DType, shape: &AttentionShape) {
     match (x.device(), shape.kv, dtype) {
         (Device::Cpu, KvDtype::Fp8, _) => cpu::kv_codes::round(x.data_mut(), shape.head_dim),
-        (Device::Cpu, KvDtype::Auto, DType::Bf16) => cpu::copy::round_to_bf16(x.data_mut()),
-        (Device::Cpu, KvDtype::Auto, DType::F32) | (Device::Cuda, KvDtype::Auto, _) => {}
+        (Device::Cpu, KvDtype::Model, DType::Bf16) => cpu::copy::round_to_bf16(x.data_mut()),
+        (Device::Cpu, KvDtype::Model, DType::F32) | (Device::Cuda, KvDtype::Model, _) => {}
         (Device::Cuda, KvDtype::Fp8, _) => panic!("no GPU kernel rounds keys to 8 bits"),
     }
 }
@@ -205,7 +205,7 @@ impl KvLayer {
                 Self::Cpu { keys: zeros(if shape.values_are_keys { 0 } else { pages }), values: zeros(pages) }
             }
             Device::Cuda => {
-                assert!(shape.kv == KvDtype::Auto, "no GPU kernel has keys in 8 bits");
+                assert!(shape.kv == KvDtype::Model, "no GPU kernel has keys in 8 bits");
                 Self::Cuda(KvPages::new(pages, shape))
             }
         }
@@ -244,7 +244,7 @@ impl KvLayer {
 /// Elements of one page of keys, or of values, on a CPU.
 fn page_len(shape: &AttentionShape) -> usize {
     match shape.kv {
-        KvDtype::Auto => cpu::attention::page_len::<f32>(shape),
+        KvDtype::Model => cpu::attention::page_len::<f32>(shape),
         KvDtype::Fp8 => cpu::attention::page_len::<u8>(shape) / size_of::<f32>(),
     }
 }
@@ -253,8 +253,8 @@ fn page_len(shape: &AttentionShape) -> usize {
 fn cached<'a>(cache: &'a Flat, shape: &AttentionShape) -> Cached<'a> {
     match (cache.all(), shape.kv) {
         (codes, KvDtype::Fp8) => Cached::Codes(bytemuck::cast_slice(codes.f32())),
-        (Slice::Bf16(values), KvDtype::Auto) => Cached::Bf16(values),
-        (values, KvDtype::Auto) => Cached::F32(values.f32()),
+        (Slice::Bf16(values), KvDtype::Model) => Cached::Bf16(values),
+        (values, KvDtype::Model) => Cached::F32(values.f32()),
     }
 }
 
@@ -363,10 +363,10 @@ pub fn kv_append(
                     let codes = [keys, values].map(|words| bytemuck::cast_slice_mut::<f32, u8>(words.f32()));
                     cpu::attention::kv_append(codes, new, sequences, shape);
                 }
-                (SliceMut::Bf16(keys), SliceMut::Bf16(values), KvDtype::Auto) => {
+                (SliceMut::Bf16(keys), SliceMut::Bf16(values), KvDtype::Model) => {
                     cpu::attention::kv_append([keys, values], new, sequences, shape);
                 }
-                (keys, values, KvDtype::Auto) => {
+                (keys, values, KvDtype::Model) => {
                     cpu::attention::kv_append([keys.f32(), values.f32()], new, sequences, shape);
                 }
             }

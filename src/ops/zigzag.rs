@@ -175,7 +175,7 @@ mod tests {
             scale: 1.0,
             softcap: None,
             values_are_keys: false,
-            kv: KvDtype::Auto,
+            kv: KvDtype::Model,
         }
     }
 

@@ -239,7 +239,7 @@ pub fn read(from: &Checkpoint) -> Result<State> {
 pub fn check_model(from: &Checkpoint, first: &Arch) -> Result<()> {
     let saved = Arch::load(&from.dir)?.for_rows(first.context);
     // The rounding of keys is the job's.
-    if !saved.computes_as(&first.clone().with_keys_in(KvDtype::Auto)) {
+    if !saved.computes_as(&first.clone().with_keys_in(KvDtype::Model)) {
         let (was, is) = (saved.shape(), first.shape());
         let what = if was == is {
             "its config.json differs from model.actor's in rope, norm, window or bias settings".to_string()

@@ -88,7 +88,7 @@ impl Warnings {
         let rounds = (kl > KV_KL).then(|| {
             let text = format!(
                 "rounding keys and values changes the policy by {kl:.3} nats per token (eval_kv_kl_mean): set \
-                 rollout.kv_dtype = \"auto\" if the trained model will be used without it"
+                 rollout.kv_dtype = \"model\" if the trained model will be used without it"
             );
             ("kv_kl", text)
         });

@@ -31,7 +31,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
         scale: 1.0 / (head_dim as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Auto,
+        kv: KvDtype::Model,
     }
 }
 

@@ -22,7 +22,7 @@ pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usiz
         scale: 1.0 / (head_dim as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Auto,
+        kv: KvDtype::Model,
     }
 }
 
@@ -234,7 +234,7 @@ fn chunked(case: &Case, chunk: usize, dtype: DType) -> Tensor {
 #[test]
 fn packed_training_prefill_in_any_chunks_and_decode_agree_bitwise() {
     for shape in shapes() {
-        for (dtype, kv) in [(DType::F32, KvDtype::Auto), (DType::Bf16, KvDtype::Auto), (DType::Bf16, KvDtype::Fp8)] {
+        for (dtype, kv) in [(DType::F32, KvDtype::Model), (DType::Bf16, KvDtype::Model), (DType::Bf16, KvDtype::Fp8)] {
             let shape = AttentionShape { kv, ..shape };
             let case = Case::new(shape, RAGGED);
             let mut trained = Case::new(shape, RAGGED);

@@ -44,7 +44,7 @@ fn greedy_generation_through_the_cache_equals_transformers_token_for_token() {
 #[test]
 fn hidden_states_are_bitwise_the_same_packed_alone_prefilled_in_chunks_and_decoded() {
     let models = LANGUAGE_MODELS.iter().chain(&DENSE_MODELS);
-    let of_cache = [(DType::F32, KvDtype::Auto), (DType::Bf16, KvDtype::Auto), (DType::F32, KvDtype::Fp8)];
+    let of_cache = [(DType::F32, KvDtype::Model), (DType::Bf16, KvDtype::Model), (DType::F32, KvDtype::Fp8)];
     for (name, (dtype, kv)) in models.flat_map(|name| of_cache.map(|of| (name, of))) {
         let mut m = Model::load(name, Head::LanguageModel, dtype);
         m.transformer.keep_keys_in(kv);

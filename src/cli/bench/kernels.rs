@@ -50,7 +50,7 @@ pub fn run(meter: &mut Meter, source: &Source) {
         shared_attention(meter, name, arch, size);
     }
     for past in PAST {
-        for kv in [KvDtype::Auto, KvDtype::Fp8] {
+        for kv in [KvDtype::Model, KvDtype::Fp8] {
             decode_attention(meter, name, arch, (past, kv));
         }
     }
@@ -177,8 +177,8 @@ fn decode_attention(meter: &mut Meter, name: &str, arch: &Arch, (past, kv): (usi
             match (cached.all_mut(), kv) {
                 // Codes of 1, and powers.
                 (codes, KvDtype::Fp8) => codes.f32().fill(f32::from_bits(0x3838_3838)),
-                (SliceMut::Bf16(values), KvDtype::Auto) => values.fill(round_bf16(0.25)),
-                (values, KvDtype::Auto) => fill(values.f32()),
+                (SliceMut::Bf16(values), KvDtype::Model) => values.fill(round_bf16(0.25)),
+                (values, KvDtype::Model) => fill(values.f32()),
             }
         }
     }

@@ -28,7 +28,7 @@ const SHAPE: AttentionShape = AttentionShape {
     scale: 0.25,
     softcap: None,
     values_are_keys: false,
-    kv: KvDtype::Auto,
+    kv: KvDtype::Model,
 };
 
 /// An operation with the results of its kernel and of its equation.

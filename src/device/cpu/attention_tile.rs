@@ -35,7 +35,7 @@ impl AttentionShape {
     pub fn cached_bytes(&self, bytes: usize) -> usize {
         let values = self.cached_values();
         match self.kv {
-            KvDtype::Auto => values * bytes,
+            KvDtype::Model => values * bytes,
             // A power for each vector.
             KvDtype::Fp8 => values + values / self.head_dim,
         }

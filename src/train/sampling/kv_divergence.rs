@@ -15,7 +15,7 @@ pub const RESPONSES_MAX: usize = 256;
 /// Compares the first responses of `samples`, which `actor` wrote at `temperature` (0: greedily). `actor` is the policy, if
 /// it is on this rank. All ranks of the run call this. No metrics if the job does not round.
 pub fn measure(run: &Run, actor: Option<&mut Role>, samples: &[Experience], temperature: f32) -> Result<Metrics> {
-    if run.config.rollout.kv_dtype == KvDtype::Auto || samples.is_empty() {
+    if run.config.rollout.kv_dtype == KvDtype::Model || samples.is_empty() {
         return Ok(Metrics::new());
     }
     let samples = &samples[..samples.len().min(RESPONSES_MAX)];
@@ -24,7 +24,7 @@ pub fn measure(run: &Run, actor: Option<&mut Role>, samples: &[Experience], temp
     let found = actor.map(|actor| {
         let tokens: Vec<Tokens> = samples.iter().map(Tokens::from_sample).collect();
         // The policy rounds, so that is last.
-        [KvDtype::Auto, KvDtype::Fp8].map(|kv| {
+        [KvDtype::Model, KvDtype::Fp8].map(|kv| {
             actor.transformer.keep_keys_in(kv);
             score::logprobs(actor, &run.ranks.axes, &tokens, temperature, tokens_max)
         })

@@ -24,7 +24,7 @@ fn shape(window: Option<usize>) -> AttentionShape {
         scale: 0.1,
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Auto,
+        kv: KvDtype::Model,
     }
 }
 
@@ -88,7 +88,7 @@ fn paged_shape() -> AttentionShape {
         scale: 0.2,
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Auto,
+        kv: KvDtype::Model,
     }
 }
 

@@ -41,7 +41,7 @@ fn shape(bench: &Bench, e: usize) -> AttentionShape {
         scale: 1.0 / (e as f32).sqrt(),
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Auto,
+        kv: KvDtype::Model,
     }
 }
 
