@@ -16,6 +16,7 @@ use std::ops::Range;
 const CHUNK_BYTES: usize = 256 << 20;
 /// The number of chunks whose gradients are collected for one GEMM each into dh and dW, for parts of the vocabulary up to
 /// `LARGE` and above. A GEMM of few rows takes as long as reading and writing dW, and a chunk of a large part has few.
+/// Without dW they are as few as for a small part.
 const GROUPS: [usize; 2] = [2, 8];
 const LARGE: usize = 64 << 10;
 /// The bytes of the sums of a chunk that is scored without storing logits, and the rows that fill a tile of that
@@ -180,7 +181,8 @@ pub(super) fn forward_backward(
     let mut dw = dw.map(|WeightMut { n, k, values, .. }| (values.cuda().part(0..n * k), n, k));
     let mut dh = dh.cuda_mut();
     let (rows, stride, mut room) = (head.chunk_rows(), head.stride(), head.room());
-    let group = (GROUPS[usize::from(head.part.rows_max > LARGE)] * rows).min(head.tokens);
+    let is_large = dw.is_some() && head.part.rows_max > LARGE;
+    let group = (GROUPS[usize::from(is_large)] * rows).min(head.tokens);
     let mut dlogits = Memory::scratch(group * stride * DType::Bf16.bytes());
     let mut numbers = Memory::scratch(2 * rows * size_of::<f32>());
     for whole in head.chunks(group.max(1)) {
