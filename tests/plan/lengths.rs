@@ -161,6 +161,13 @@ fn the_table_says_which_lengths_it_counts() {
     assert!(ppo(&["--response-tokens", "20"]).contains("responses from the command line: 20 tokens"));
     let given = ppo(&["--response-tokens", "20", "--prompt-tokens", "10"]);
     assert!(given.contains("samples of 10 + 20 tokens") && given.contains("lengths from the command line"), "{given}");
+    let expected = ppo(&["rollout.response_tokens_expected=30"]);
+    let from_key = "responses of 30 tokens are expected (rollout.response_tokens_expected): the time is theirs";
+    assert!(expected.contains(from_key), "{expected}");
+    let mean = json!({"step": 3, "time_unix_s": 1.0, "response_tokens_mean": 12.6});
+    fixture.fixture.jsonl("of-last/metrics.jsonl", &[mean]);
+    let expected = ppo(&["job.dir=of-last"]);
+    assert!(expected.contains("responses of 13 tokens are expected (the mean of the last step in "), "{expected}");
     let table = said("sft", "nosuch.jsonl", &[]);
     assert!(
         table.contains("all counted as the longest that the job allows, because lengths could not be read: "),
