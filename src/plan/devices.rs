@@ -165,11 +165,14 @@ const OF_H200: &str = "peaks declared; the shares of them that kernels reach are
 const OF_TILES: &str =
     "peaks declared; the shares of them that kernels reach are assumed, from the kernels' tiles and traffic";
 const ALL_ASSUMED: &str =
-    "peaks assumed, as there is no data sheet; the shares of them are assumed, as measured on an H200";
+    "peaks assumed, not compared with a data sheet; the shares of them are assumed, as measured on an H200";
+const ALL_OF_TILES: &str =
+    "peaks assumed, not compared with a data sheet; the shares of them are assumed, from the kernels' tiles and traffic";
 const UNTUNED: &str =
-    "peaks declared; the shares of them that kernels reach are assumed: none is tuned for this architecture";
+    "peaks assumed, not compared with a data sheet; the shares of them are assumed: no kernel is tuned for this architecture";
 
-/// Dense bf16 with f32 sums, 8 per node. Memory as `nvidia-smi` shows it. GPUs without NVLink exchange data over PCIe.
+/// Dense bf16 with f32 sums, 8 per node. Memory as `nvidia-smi` shows it. GPUs without NVLink exchange data over PCIe. Rows
+/// with assumed peaks have the figures that public lists attribute to these documents, which were not compared.
 ///
 /// - A30: NVIDIA A30 Tensor Core GPU datasheet (2022): 165 TFLOP/s, 24 GB at 933 GB/s, NVLink 200 GB/s, PCIe gen4 x16.
 /// - A100: NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOP/s; 40 GB at 1,555 GB/s, 80 GB at 2,039 GB/s;
@@ -193,19 +196,19 @@ const GPUS: [Declared; 17] = [
     Declared("a100-40g", 42.4, 312.0, 1555.0, 600.0, 64.0, AMPERE, OF_TILES),
     Declared("a100-80g", 85.9, 312.0, 2039.0, 600.0, 64.0, AMPERE, OF_TILES),
     Declared("a800-80g", 85.9, 312.0, 2039.0, 400.0, 64.0, AMPERE, OF_TILES),
-    Declared("h100-nvl", 100.5, 835.0, 3900.0, 600.0, 128.0, HOPPER, OF_H200),
+    Declared("h100-nvl", 100.5, 835.0, 3900.0, 600.0, 128.0, HOPPER, ALL_ASSUMED),
     Declared("h100", 85.5, 989.0, 3350.0, 900.0, 128.0, HOPPER, OF_H200),
     Declared("h800", 85.5, 989.0, 3350.0, 400.0, 128.0, HOPPER, OF_H200),
     Declared("h200", 150.8, 989.0, 4800.0, 900.0, 128.0, HOPPER, MEASURED),
     Declared("h20", 102.6, 148.0, 4000.0, 900.0, 128.0, NullGpu { multiprocessors: 78, ..HOPPER }, ALL_ASSUMED),
-    Declared("gh200", 102.6, 990.0, 4000.0, 900.0, 900.0, HOPPER, OF_H200),
+    Declared("gh200", 102.6, 990.0, 4000.0, 900.0, 900.0, HOPPER, ALL_ASSUMED),
     Declared("b200", 192.3, 2250.0, 7700.0, 1800.0, 128.0, BLACKWELL, UNTUNED),
-    Declared("l40s", 48.3, 362.0, 864.0, 64.0, 64.0, NullGpu { multiprocessors: 142, ..ADA }, OF_TILES),
-    Declared("rtx-3090", 25.8, 71.0, 936.0, 64.0, 64.0, GA102, OF_TILES),
-    Declared("rtx-4090", 25.8, 165.2, 1008.0, 64.0, 64.0, ADA, OF_TILES),
-    Declared("a5000", 25.8, 111.1, 768.0, 64.0, 64.0, NullGpu { multiprocessors: 64, ..GA102 }, OF_TILES),
-    Declared("a10", 24.2, 125.0, 600.0, 64.0, 64.0, NullGpu { multiprocessors: 72, ..GA102 }, OF_TILES),
-    Declared("l4", 24.2, 121.0, 300.0, 64.0, 64.0, NullGpu { multiprocessors: 58, ..ADA }, OF_TILES),
+    Declared("l40s", 48.3, 362.0, 864.0, 64.0, 64.0, NullGpu { multiprocessors: 142, ..ADA }, ALL_OF_TILES),
+    Declared("rtx-3090", 25.8, 71.0, 936.0, 64.0, 64.0, GA102, ALL_OF_TILES),
+    Declared("rtx-4090", 25.8, 165.2, 1008.0, 64.0, 64.0, ADA, ALL_OF_TILES),
+    Declared("a5000", 25.8, 111.1, 768.0, 64.0, 64.0, NullGpu { multiprocessors: 64, ..GA102 }, ALL_OF_TILES),
+    Declared("a10", 24.2, 125.0, 600.0, 64.0, 64.0, NullGpu { multiprocessors: 72, ..GA102 }, ALL_OF_TILES),
+    Declared("l4", 24.2, 121.0, 300.0, 64.0, 64.0, NullGpu { multiprocessors: 58, ..ADA }, ALL_OF_TILES),
 ];
 
 /// The default share of the node's network per GPU: 200 Gbit/s.
