@@ -44,7 +44,8 @@ fn a_plan_counts_the_tower_and_the_rows_of_all_images() {
     let of = |memory: &Memory, owner: &str| memory.bytes_of(Phase::Train, owner);
     let tower = "weights of the vision tower";
     assert_eq!([of(&none, tower), of(&none, "rows of images")], [0; 2]);
-    assert!((4 * parameters..5 * parameters).contains(&of(&frozen, tower)), "{} of {parameters}", of(&frozen, tower));
+    // Each of its tensors, which are small here, has whole pages.
+    assert!((4 * parameters..7 * parameters).contains(&of(&frozen, tower)), "{} of {parameters}", of(&frozen, tower));
     // The rows for the tokens and those after two layers, each of width 24.
     let each = 12 * 24 * 4 * 3;
     assert_eq!([of(&frozen, "rows of images"), of(&half, "rows of images")], [1000 * each, 500 * each]);
