@@ -166,10 +166,8 @@ const OF_TILES: &str =
     "peaks declared; the shares of them that kernels reach are assumed, from the kernels' tiles and traffic";
 const ALL_ASSUMED: &str =
     "peaks assumed, not compared with a data sheet; the shares of them are assumed, as measured on an H200";
-const ALL_OF_TILES: &str =
-    "peaks assumed, not compared with a data sheet; the shares of them are assumed, from the kernels' tiles and traffic";
-const UNTUNED: &str =
-    "peaks assumed, not compared with a data sheet; the shares of them are assumed: no kernel is tuned for this architecture";
+const ALL_OF_TILES: &str = "peaks assumed, not compared with a data sheet; the shares of them are assumed, from the kernels' tiles and traffic";
+const UNTUNED: &str = "peaks assumed, not compared with a data sheet; the shares of them are assumed: no kernel is tuned for this architecture";
 
 /// Dense bf16 with f32 sums, 8 per node. Memory as `nvidia-smi` shows it. GPUs without NVLink exchange data over PCIe. Rows
 /// with assumed peaks have the figures that public lists attribute to these documents, which were not compared.
