@@ -44,7 +44,9 @@ pub fn choose(all: &Group, axes: &[Axis], gpu: &str, wanted: Collectives) -> Res
             Collectives::Auto | Collectives::Nccl => join(all, axis, gpu, &opened),
         };
         let joined = joined.map_err(|why| {
-            let hint = why.contains(CALL).then(|| all.first_words(&hint_of_memory(Path::new("/dev/shm"))));
+            let shared = Path::new("/dev/shm");
+            let hint = || all.first_words(&hint_of_memory(shared, free_bytes(shared).ok()));
+            let hint = why.contains(CALL).then(hint);
             hint.flatten().map_or(why.clone(), |hint| format!("{why} ({hint})"))
         });
         if let Err(why) = joined.as_ref()
@@ -114,17 +116,14 @@ fn network(dir: &Path, variable: impl Fn(&str) -> Option<String>) -> String {
 /// Bytes of shared memory that the GPUs of a host may need to connect. Containers have 64 MiB, unless they are given more.
 const SHARED_BYTES: u64 = 512 << 20;
 
-/// A hint if `dir`, where NCCL keeps what ranks of a host share, has little space.
-fn hint_of_memory(dir: &Path) -> String {
-    let free = free_bytes(dir).ok().filter(|free| *free < SHARED_BYTES).map(format_bytes);
-    let hint = |free| {
-        let dir = dir.display();
-        format!(
-            "{dir} has {free} free, and NCCL connects the GPUs of a host through it: start the container with \
-                 --shm-size=8g or --ipc=host"
-        )
-    };
-    free.map_or(String::new(), hint)
+/// A hint if `dir`, where NCCL keeps what ranks of a host share, has few `free` bytes.
+fn hint_of_memory(dir: &Path, free: Option<u64>) -> String {
+    let Some(free) = free.filter(|free| *free < SHARED_BYTES) else { return String::new() };
+    let (dir, free) = (dir.display(), format_bytes(free));
+    format!(
+        "{dir} has {free} free, and NCCL connects the GPUs of a host through it: start the container with \
+         --shm-size=8g or --ipc=host"
+    )
 }
 
 /// The variable with which NCCL lets ranks share a GPU, and the first version that knows it.
@@ -169,6 +168,14 @@ fn agreed(all: &Group, why: Option<&String>) -> std::result::Result<(), String> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn little_shared_memory_is_named_with_the_options_of_a_container() {
+        let hint = |free| hint_of_memory(Path::new("/dev/shm"), free);
+        let small = hint(Some(60 << 20));
+        assert!(small.starts_with("/dev/shm has 60.0 MiB free") && small.contains("--shm-size=8g"), "{small}");
+        assert_eq!([hint(Some(8 << 30)), hint(None)], [""; 2]);
+    }
 
     #[test]
     fn the_network_is_detected_from_the_adapters_unless_the_environment_sets_it() {
