@@ -281,6 +281,11 @@ impl Response {
         self.tokens.len() - self.weights.iter().map(|(_, tokens)| tokens).sum::<usize>()
     }
 
+    /// The images that an environment gave. Their places count from the prompt's first token.
+    pub fn images(&self) -> &[Image] {
+        self.episode.as_ref().map_or(&[], |episode| &episode.images)
+    }
+
     /// The parts of the text that an environment wrote.
     pub fn written(&self) -> &[(usize, usize)] {
         self.episode.as_ref().map_or(&[], |episode| &episode.written)
@@ -308,6 +313,9 @@ pub struct Episode {
     pub failed: Option<String>,
     /// The parts of the response's text that the environment wrote.
     pub written: Spans,
+    /// The images of the environment, after those of the prompt: `Image::at` counts from the prompt's first token.
+    #[serde(default)]
+    pub images: Vec<Image>,
 }
 
 /// Parts of a text: the first character, and the one after the last.
@@ -381,12 +389,20 @@ impl Experience {
         [&self.prompt.tokens[..], &self.response.tokens].concat()
     }
 
+    /// The images among these tokens, in order.
+    pub fn images(&self) -> Cow<'_, [Image]> {
+        match self.response.images() {
+            [] => Cow::Borrowed(&self.prompt.images),
+            given => Cow::Owned([&self.prompt.images, given].concat()),
+        }
+    }
+
     /// The bytes of the complete sample outside of tensors. Each response token has its id, two log-probabilities at
     /// sampling, the reference's, and a value, KL, reward, advantage, return and mask, and with experts their hash. The
     /// files of images are included.
     pub fn bytes(&self) -> usize {
         let Response { tokens, experts, .. } = &self.response;
-        let images: usize = self.prompt.images.iter().map(|image| image.file.bytes().len()).sum();
+        let images: usize = self.images().iter().map(|image| image.file.bytes().len()).sum();
         self.prompt.tokens.len() * 4 + tokens.len() * (9 * 4 + 1) + size_of_val(&experts[..]) + images
     }
 

@@ -198,10 +198,7 @@ fn show(text: &mut String, group: &[RecordedSample]) {
     }
     text.push('\n');
     put(text, &first.prompt);
-    if !first.images.is_empty() {
-        let count = plural(first.images.len(), "image");
-        let _ = writeln!(text, "      ({count}: see the report, or --json)");
-    }
+    count(text, &first.images);
     for sample in group {
         let score = short_number(sample.score);
         let _ = write!(text, "  - score {score}");
@@ -211,6 +208,14 @@ fn show(text: &mut String, group: &[RecordedSample]) {
         }
         let _ = writeln!(text, ", {} tokens, {}", sample.response_tokens, sample.finish);
         put(text, &marked(&sample.response, &sample.environment));
+        count(text, &sample.environment_images);
+    }
+}
+
+/// The number of images, if there are any.
+fn count(text: &mut String, images: &[String]) {
+    if !images.is_empty() {
+        let _ = writeln!(text, "      ({}: see the report, or --json)", plural(images.len(), "image"));
     }
 }
 

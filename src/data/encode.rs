@@ -6,7 +6,7 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use super::fields::required;
-use super::images::{self, Placed};
+use super::images;
 use super::input::{InputFile, RawRow, RowReader, input_files};
 use super::rows::Reading;
 use super::shape::{self, Fields};
@@ -17,6 +17,7 @@ use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::images::Images;
 use crate::sys::files;
+use crate::text::images::Placed;
 
 /// Used instead of field names for a shard that keeps all fields.
 pub const ALL_FIELDS: &str = "all";

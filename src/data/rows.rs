@@ -3,12 +3,13 @@
 use serde_json::{Map, Value};
 
 pub use super::fields::{field, required, token_ids};
-use super::images::{self, Sequences};
+use super::images;
 use super::shape::{Content, Field, Turns, is_assistant};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::error::{Error, Result};
 use crate::experience::RowFields;
+use crate::text::images::Sequences;
 use crate::text::{Tokenizer, kind_of};
 
 /// The settings for reading the rows of a job: their fields, and their splits.

@@ -6,7 +6,7 @@ use super::fields::{self, field, token_ids};
 use crate::config::data::DataConfig;
 use crate::error::{Error, Result};
 use crate::sys::stderr;
-use crate::text::kind_of;
+use crate::text::{images, kind_of};
 
 /// The content of a field.
 #[derive(Clone, Debug, PartialEq)]
@@ -65,9 +65,6 @@ const NAMES: [(&str, &[&str]); 4] = [
     ("chosen_key", &["chosen", "preferred", "chosen_response"]),
     ("rejected_key", &["rejected", "dispreferred", "rejected_response"]),
 ];
-
-/// Parts of messages that no model reads.
-const UNREAD_PARTS: [&str; 2] = ["video", "audio"];
 
 /// Names of fields that often belong to a prompt although no key names them, and what makes them a part of it.
 pub type Unread = (&'static [&'static str], &'static str);
@@ -305,14 +302,7 @@ fn named_as_usual(message: Value, key: &str) -> Result<Value> {
             there.join(", ")
         )));
     };
-    let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
-    for (part, unread) in parts.flat_map(|part| UNREAD_PARTS.map(|unread| (part, unread))) {
-        if part["type"].as_str().is_some_and(|kind| kind.contains(unread)) || !part[unread].is_null() {
-            return Err(Error::data(format!(
-                "a message in field {key:?} has a part with {unread}; models read text and images only"
-            )));
-        }
-    }
+    images::check_parts(&message, &format!("a message in field {key:?}"))?;
     if let Some((_, usual)) = ROLES.iter().find(|(other, _)| *other == role) {
         if usual.is_empty() && is_foreign {
             return Err(Error::data(format!(

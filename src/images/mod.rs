@@ -82,9 +82,9 @@ impl Images {
         let found = sequences.iter().flatten().filter(|token| **token == self.token).count();
         if found != counts.len() {
             return Err(Error::data(format!(
-                "the row has {}, but its text has {} for images",
-                plural(counts.len(), "image"),
-                plural(found, "place")
+                "the text has {} for {}",
+                plural(found, "place"),
+                plural(counts.len(), "image")
             ))
             .hint(
                 "messages have a part {\"type\": \"image\"} for each image; a plain text has the model's own token",

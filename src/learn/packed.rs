@@ -16,7 +16,7 @@ pub struct Tokens<'a> {
     /// The sets that the response tokens were sampled from, if they were kept.
     pub masks: &'a [SamplingMask],
     /// The images among them.
-    pub images: &'a [Image],
+    pub images: Cow<'a, [Image]>,
 }
 
 impl<'a> Tokens<'a> {
@@ -26,7 +26,7 @@ impl<'a> Tokens<'a> {
             tokens: sample.tokens().into(),
             prompt_tokens: prompt.tokens.len(),
             masks: &response.sampling_masks,
-            images: &prompt.images,
+            images: sample.images(),
         }
     }
 }
@@ -62,7 +62,7 @@ impl<'a> FromIterator<Tokens<'a>> for PackedRow {
         let mut row = Self::new();
         for Tokens { tokens, prompt_tokens, masks, images } in all {
             row.push_response(&tokens, prompt_tokens, masks);
-            row.see(images);
+            row.see(&images);
         }
         row
     }

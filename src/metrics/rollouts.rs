@@ -197,6 +197,10 @@ pub(super) const ENVIRONMENT: Array = (
 /// Only in steps whose prompts have images.
 pub(super) const IMAGES: Array = ("images", "JSON", "the images of the prompt, small, as a list of data URLs");
 
+/// Only in steps whose environment gave images.
+pub(super) const ENVIRONMENT_IMAGES: Array =
+    ("environment_images", "JSON", "the images that the environment gave, small, as a list of data URLs");
+
 /// Only in jobs whose estimator compares with the greedy response to each prompt.
 pub(super) const GREEDY: [Array; 3] = [
     ("greedy_score", "1", "score of the greedy response to the sample's prompt"),
@@ -282,15 +286,21 @@ fn write_batch(group: &Group, step: u64, batch: &[Experience]) -> hdf5::Result<(
         let spans = |e: &Experience| string(&serde_json::to_string(e.response.written()).expect("numbers"));
         dataset(group, ENVIRONMENT, batch.iter().map(spans).collect::<hdf5::Result<Vec<_>>>()?.into_iter())?;
     }
-    write_images(group, batch)?;
+    write_images(group, IMAGES, batch, |e| &e.prompt.images)?;
+    write_images(group, ENVIRONMENT_IMAGES, batch, |e| e.response.images())?;
     write_greedy(group, batch)?;
     write_masks(group, batch)?;
     write_scores(&group.create_group("scores")?, batch)
 }
 
-/// An image that can no longer be decoded is left out.
-fn write_images(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
-    if batch.iter().all(|e| e.prompt.images.is_empty()) {
+/// Writes `images` of each sample, if there are any. One that can no longer be decoded is left out.
+fn write_images(
+    group: &Group,
+    array: Array,
+    batch: &[Experience],
+    images: impl Fn(&Experience) -> &[Image],
+) -> hdf5::Result<()> {
+    if batch.iter().all(|e| images(e).is_empty()) {
         return Ok(());
     }
     let mut known: BTreeMap<u64, Option<String>> = BTreeMap::new();
@@ -299,10 +309,10 @@ fn write_images(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {
         known.entry(image.hash).or_insert_with(small).clone()
     };
     let mut of_sample = |e: &Experience| {
-        let urls: Vec<String> = e.prompt.images.iter().filter_map(&mut url).collect();
+        let urls: Vec<String> = images(e).iter().filter_map(&mut url).collect();
         string(&serde_json::to_string(&urls).expect("texts"))
     };
-    dataset(group, IMAGES, batch.iter().map(&mut of_sample).collect::<hdf5::Result<Vec<_>>>()?.into_iter())
+    dataset(group, array, batch.iter().map(&mut of_sample).collect::<hdf5::Result<Vec<_>>>()?.into_iter())
 }
 
 fn write_greedy(group: &Group, batch: &[Experience]) -> hdf5::Result<()> {

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::rollouts::{GREEDY, IMAGES, MASKS};
+use super::rollouts::{ENVIRONMENT_IMAGES, GREEDY, IMAGES, MASKS};
 use super::step_file::StepFile;
 use crate::error::{Error, Result};
 use crate::experience::{Episode, Experience, Finish, Greedy, Prompt, Response, SamplingMask, Spans};
@@ -70,8 +70,8 @@ impl StepFile {
     /// # Errors
     /// `Data` if it cannot be read, or if it has images, of which it only holds small ones.
     pub fn experience(&self) -> Result<Vec<Experience>> {
-        if self.has(IMAGES.0) {
-            return Err(self.wrong("its prompts have images, which cannot be computed again from a record"));
+        if self.has(IMAGES.0) || self.has(ENVIRONMENT_IMAGES.0) {
+            return Err(self.wrong("its samples have images, which cannot be computed again from a record"));
         }
         read(self)
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use hdf5::types::VarLenUnicode;
 use hdf5::{File, Group, H5Type};
 
-use super::rollouts::{ENVIRONMENT, IMAGES, group_name};
+use super::rollouts::{ENVIRONMENT, ENVIRONMENT_IMAGES, IMAGES, group_name};
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Spans};
 use crate::sys::hdf5_image;
@@ -40,6 +40,8 @@ pub struct RecordedSample {
     pub response_tokens: usize,
     /// The images of the prompt, small, as data URLs.
     pub images: Vec<String>,
+    /// The images that the environment gave.
+    pub environment_images: Vec<String>,
 }
 
 /// The per-token arrays of a sample's response.
@@ -81,7 +83,9 @@ impl StepFile {
         let offsets = self.array::<i64>("response_offsets")?;
         let (prompts, responses) = (self.texts("prompt")?, self.texts("response")?);
         let (labels, sources) = (self.texts("label")?, self.texts("source")?);
-        let (parts, environment, images) = (self.parts()?, self.environment()?, self.json::<Vec<String>>(IMAGES.0)?);
+        let (parts, environment) = (self.parts()?, self.environment()?);
+        let [images, given_images] = [IMAGES, ENVIRONMENT_IMAGES].map(|(name, ..)| self.json::<Vec<String>>(name));
+        let (images, given_images) = (images?, given_images?);
         let n = scores.len();
         let lengths = [finish.len(), prompt_ids.len(), samples.len(), prompt_tokens.len(), offsets.len().max(1) - 1];
         let of_texts = [&prompts, &responses, &labels, &sources].map(Vec::len);
@@ -108,6 +112,7 @@ impl StepFile {
             prompt_tokens: prompt_tokens[i].max(0) as usize,
             response_tokens: offsets[i + 1].saturating_sub(offsets[i]).max(0) as usize,
             images: images.get(i).cloned().unwrap_or_default(),
+            environment_images: given_images.get(i).cloned().unwrap_or_default(),
         };
         Ok((0..n).map(sample).collect())
     }

@@ -2,6 +2,9 @@
 
 # Environments: the part of this program that answers turns.
 
+import base64
+import io
+
 EPISODES = {}
 ENVIRONMENTS = ("a class with step(self, text), which may also have reset(self, prompt, label, **columns), "
                 "or step(observation, action, label, **kwargs)")
@@ -116,6 +119,22 @@ def first_of(result, names, default=None):
     return next((result[name] for name in names if result.get(name) is not None), default)
 
 
+def with_encoded_images(value):
+    """`value` with the bytes of image files in base64, and with images of Pillow as data URLs of PNG files."""
+    if isinstance(value, dict):
+        encoded = {key: base64.b64encode(value[key]).decode() for key in ("bytes", "base64") if isinstance(value.get(key), bytes)}
+        return {**{key: with_encoded_images(x) for key, x in value.items()}, **encoded}
+    if isinstance(value, (list, tuple)):
+        return [with_encoded_images(x) for x in value]
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if hasattr(value, "save") and hasattr(value, "getbands"):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return value
+
+
 def answered(result, so_far):
     """The result of a step in one form: feedback, reward, done, and values for the logs."""
     if isinstance(result, tuple) and len(result) == 3:
@@ -143,7 +162,9 @@ def answered(result, so_far):
     logs = result.get("extra_logs") or result.get("extra") or {}
     extra = {str(name): logged(value, 1, str(name))[0] for name, value in logs.items()}
     reward = number(first_of(result, ("reward", "rewards"), 0.0), "the reward")
-    return {"feedback": feedback, "reward": reward, "done": bool(first_of(result, ("done",), False)), "extra": extra}
+    images = with_encoded_images(first_of(result, ("images", "image")))
+    return {"feedback": with_encoded_images(feedback), "images": images, "reward": reward,
+            "done": bool(first_of(result, ("done",), False)), "extra": extra}
 
 
 async def answer_turn(value, style, request, _settings):

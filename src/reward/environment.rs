@@ -1,23 +1,25 @@
 //! An environment. It answers each turn of a response with text to append, or ends the response, and rewards it. It is
 //! a user's Python file, or servers: POST `{"round", "episode", "prompt", "label", "source", "prompt_id", "sample",
-//! "row", "turns", "turns_max"}`. The reply is `{"feedback", "reward", "done"}`, with an optional `extra` for the logs.
+//! "row", "turns", "turns_max"}`. The reply is `{"feedback", "reward", "done"}`, with optional `images` of the feedback and
+//! `extra` for the logs.
 //! `turns` holds all turns of the response so far, so an environment can replay them and needs no memory of earlier
 //! ones.
 
 pub use super::feedback::Feedback;
 use super::http;
-use super::pool::{self, Output, Pool, Worker, rows_of};
+use super::pool::{self, Output, Pool, Worker, reply_bytes_max, rows_of};
 use super::python::{self, PythonWorker};
 use super::reply::{parse, printable};
-use super::{RewardContext, RewardOutput, feedback::Texts};
+use super::{RewardContext, RewardOutput, feedback::Appended, feedback::Texts};
 use crate::config::reward::{EnvironmentConfig, RewardConfig};
 use crate::error::Result;
-use crate::experience::{Episode, Prompt, RowFields};
+use crate::experience::{Episode, Image, Prompt, RowFields};
+use crate::images::FILE_BYTES_MAX;
 use crate::sys::trace::Category;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -49,6 +51,9 @@ pub struct Turn {
 pub struct Reply {
     #[serde(default, deserialize_with = "or_default")]
     pub feedback: Feedback,
+    /// The images of its parts that have none of their own.
+    #[serde(default, alias = "image", deserialize_with = "one_or_more")]
+    images: Vec<Value>,
     #[serde(default)]
     pub reward: Option<f64>,
     #[serde(default, deserialize_with = "or_default")]
@@ -57,9 +62,11 @@ pub struct Reply {
     extra: BTreeMap<String, Option<f64>>,
     /// An error, which a server may send instead of everything else.
     error: Option<Value>,
-    /// The tokens to append, unless the response ends with this turn.
+    /// The tokens to append, unless the response ends with this turn, and the images among them.
     #[serde(skip)]
     pub tokens: Vec<u32>,
+    #[serde(skip)]
+    pub seen: Vec<Image>,
     /// The reason why there is no answer.
     #[serde(skip)]
     pub failed: Option<String>,
@@ -68,6 +75,15 @@ pub struct Reply {
 /// Deserializes null like an absent field.
 fn or_default<'de, T: Default + Deserialize<'de>, D: Deserializer<'de>>(from: D) -> std::result::Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+/// Deserializes a list, or one value like a list of it.
+fn one_or_more<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<Vec<Value>, D::Error> {
+    Ok(match Value::deserialize(from)? {
+        Value::Null => Vec::new(),
+        Value::Array(all) => all,
+        one => vec![one],
+    })
 }
 
 impl Reply {
@@ -109,12 +125,14 @@ impl Environment {
     ) -> Result<Self> {
         let pool = if let [python] = &config.python[..] {
             let (name, file, workers) = python::workers(reward, python, true, base_dir, context)?;
-            let workers = workers.into_iter().map(|worker| PythonEnvironment(worker, context.texts.clone())).collect();
+            let reader = Reader::new(context, file.parent().unwrap_or(base_dir));
+            let workers = workers.into_iter().map(|worker| PythonEnvironment(worker, reader.clone())).collect();
             Pool::new(reward, format!("environment {name} of {}", file.display()), 1, workers)?
         } else {
             let (key, headers) = ("reward.environment", &config.header_env);
             let workers = http::workers(reward, key, &config.http, headers, context)?;
-            let workers = workers.into_iter().map(|worker| HttpEnvironment(worker, context.texts.clone())).collect();
+            let reader = Reader::new(context, base_dir);
+            let workers = workers.into_iter().map(|worker| HttpEnvironment(worker, reader.clone())).collect();
             Pool::new(reward, "environment".to_string(), 1, workers)?
         };
         Ok(Self { pool, asked: Vec::new(), turns_max: config.turns_max })
@@ -173,24 +191,44 @@ fn request(asked: &Turns, row: &RowFields) -> Map<String, Value> {
     request.as_object().cloned().unwrap_or_default()
 }
 
-/// Checks the whole answer before any of it is used, and tokenizes its feedback.
-fn reply(bytes: &[u8], asked: &Turns, texts: Option<&Texts>) -> std::result::Result<Reply, String> {
-    let mut reply: Reply = parse(bytes)?;
-    if let Some(error) = &reply.error {
-        return Err(printable(error.as_str().unwrap_or("an error")));
-    }
-    if let Some(reward) = reply.reward.filter(|reward| !(*reward as f32).is_finite()) {
-        return Err(format!("the reward is out of the range of f32 ({reward:e})"));
-    }
-    if let (Some(texts), false) = (texts, asked.ends_with(&reply)) {
-        let last = asked.turns.last().map_or(&[][..], |turn| &turn.tokens);
-        let (tokens, text) = texts.tokens(&reply.feedback, last)?;
-        (reply.tokens, reply.feedback) = (tokens, Feedback::Text(text));
-    }
-    Ok(reply)
+/// Reads answers.
+#[derive(Clone)]
+struct Reader {
+    texts: Option<Arc<Texts>>,
+    /// The folder from which the paths of images start.
+    folder: PathBuf,
 }
 
-struct PythonEnvironment(PythonWorker, Option<Arc<Texts>>);
+impl Reader {
+    fn new(context: &RewardContext, folder: &Path) -> Self {
+        Self { texts: context.texts.clone(), folder: folder.to_owned() }
+    }
+
+    /// The maximum bytes of an answer, which may have an image in base64.
+    fn bytes_max(&self) -> usize {
+        let sees = self.texts.as_ref().is_some_and(|texts| texts.blind.is_none());
+        reply_bytes_max(1) + if sees { FILE_BYTES_MAX / 3 * 4 } else { 0 }
+    }
+
+    /// Checks the whole answer before any of it is used, and tokenizes its feedback.
+    fn reply(&self, bytes: &[u8], asked: &Turns) -> std::result::Result<Reply, String> {
+        let mut reply: Reply = parse(bytes)?;
+        if let Some(error) = &reply.error {
+            return Err(printable(error.as_str().unwrap_or("an error")));
+        }
+        if let Some(reward) = reply.reward.filter(|reward| !(*reward as f32).is_finite()) {
+            return Err(format!("the reward is out of the range of f32 ({reward:e})"));
+        }
+        if let (Some(texts), false) = (&self.texts, asked.ends_with(&reply)) {
+            let last = asked.turns.last().map_or(&[][..], |turn| &turn.tokens);
+            let Appended { tokens, images, text } = texts.append(&reply.feedback, &reply.images, last, &self.folder)?;
+            (reply.tokens, reply.seen, reply.feedback) = (tokens, images, Feedback::Text(text));
+        }
+        Ok(reply)
+    }
+}
+
+struct PythonEnvironment(PythonWorker, Reader);
 
 impl Worker for PythonEnvironment {
     type Asked = Turns;
@@ -212,12 +250,12 @@ impl Worker for PythonEnvironment {
             Err(why) => return vec![Err(why.into()); requests.len()],
         };
         let bodies = asked.iter().zip(&rows).map(|(one, row)| request(one, row)).collect();
-        let read = |i: usize, line: &[u8]| Ok(vec![reply(line, asked[i], self.1.as_deref())?]);
-        self.0.exchange(bodies, 1, "answering a turn", given_up, &read)
+        let read = |i: usize, line: &[u8]| Ok(vec![self.1.reply(line, asked[i])?]);
+        self.0.exchange(bodies, self.1.bytes_max(), "answering a turn", given_up, &read)
     }
 }
 
-struct HttpEnvironment(http::HttpWorker, Option<Arc<Texts>>);
+struct HttpEnvironment(http::HttpWorker, Reader);
 
 impl Worker for HttpEnvironment {
     type Asked = Turns;
@@ -227,7 +265,7 @@ impl Worker for HttpEnvironment {
         let rows = rows_of(self.0.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let mut answer = |(one, row)| {
             let body = Value::from(request(one, row)).to_string().into_bytes();
-            self.0.exchange(&body, 1, |bytes| reply(bytes, one, self.1.as_deref()))
+            self.0.exchange(&body, self.1.bytes_max(), |bytes| self.1.reply(bytes, one))
         };
         asked.iter().map(|one| &**one).zip(&rows).map(&mut answer).collect()
     }

@@ -137,7 +137,9 @@ impl Worker for HttpWorker {
     fn ask(&mut self, asked: &[Arc<Asked>], _: &AtomicBool) -> Answer<RewardOutput> {
         let rows = rows_of(self.rows.as_ref(), asked.iter().map(|one| &one.prompt))?;
         let count = asked.len();
-        self.exchange(&body(asked, &rows, &self.columns, self.logprobs), count, |bytes| outputs(bytes, count))
+        self.exchange(&body(asked, &rows, &self.columns, self.logprobs), reply_bytes_max(count), |bytes| {
+            outputs(bytes, count)
+        })
     }
 }
 
@@ -147,11 +149,11 @@ impl HttpWorker {
     pub(super) fn exchange<T>(
         &mut self,
         body: &[u8],
-        count: usize,
+        bytes_max: usize,
         read: impl FnOnce(&[u8]) -> std::result::Result<T, String>,
     ) -> std::result::Result<T, Failure> {
         let url = &self.urls[self.next];
-        let found = self.post(url, body, count).and_then(|bytes| Ok(read(&bytes)?));
+        let found = self.post(url, body, bytes_max).and_then(|bytes| Ok(read(&bytes)?));
         found.map_err(|failure| {
             let why = format!("{url}: {}", failure.why);
             self.next = (self.next + 1) % self.urls.len();
@@ -159,13 +161,13 @@ impl HttpWorker {
         })
     }
 
-    fn post(&self, url: &Url, body: &[u8], count: usize) -> std::result::Result<Vec<u8>, Failure> {
+    fn post(&self, url: &Url, body: &[u8], bytes_max: usize) -> std::result::Result<Vec<u8>, Failure> {
         let request = self.agent.post(url.with_secrets()).content_type("application/json");
         let request = self.headers.iter().fold(request, |request, (name, value)| request.header(name, value));
         let mut answer = request.send(body).map_err(|e| self.failure(&e))?;
         let status = answer.status();
         let location = answer.headers().get("location").map(|to| printable(&String::from_utf8_lossy(to.as_bytes())));
-        let read = answer.body_mut().with_config().limit(reply_bytes_max(count) as u64).read_to_vec();
+        let read = answer.body_mut().with_config().limit(bytes_max as u64).read_to_vec();
         let bytes = match read {
             Ok(bytes) => bytes,
             Err(e) if status.is_success() => return Err(self.failure(&e)),

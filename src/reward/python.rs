@@ -164,24 +164,24 @@ type Read<'a, T> = &'a dyn Fn(usize, &[u8]) -> std::result::Result<T, Failure>;
 impl PythonWorker {
     /// Sends `requests` to the child together, and returns the results of `read` on the index and the answer of each.
     /// If one of them ends or blocks the child, the unanswered ones are sent again, one at a time. After any failure
-    /// the child is replaced. `count`: the most responses of a request.
+    /// the child is replaced. `bytes_max`: the maximum bytes of an answer.
     pub(super) fn exchange<T: Clone>(
         &mut self,
         requests: Vec<Map<String, Value>>,
-        count: usize,
+        bytes_max: usize,
         doing: &str,
         given_up: &AtomicBool,
         read: Read<'_, T>,
     ) -> Vec<std::result::Result<T, Failure>> {
         let mut found = vec![None; requests.len()];
-        let Err(failure) = self.attempt(requests.clone(), count, doing, given_up, read, &mut found) else {
+        let Err(failure) = self.attempt(requests.clone(), bytes_max, doing, given_up, read, &mut found) else {
             return found.into_iter().flatten().collect();
         };
         let is_alone = found.len() == 1;
         let settled = |((i, found), request): ((usize, Option<_>), Map<String, Value>)| match found {
             Some(found) => found,
             None if is_alone => Err(failure.clone()),
-            None => self.exchange(vec![request], count, doing, given_up, &|_, line| read(i, line)).remove(0),
+            None => self.exchange(vec![request], bytes_max, doing, given_up, &|_, line| read(i, line)).remove(0),
         };
         found.into_iter().enumerate().zip(requests).map(settled).collect()
     }
@@ -190,7 +190,7 @@ impl PythonWorker {
     fn attempt<T>(
         &mut self,
         mut requests: Vec<Map<String, Value>>,
-        count: usize,
+        bytes_max: usize,
         doing: &str,
         given_up: &AtomicBool,
         read: Read<'_, T>,
@@ -211,7 +211,7 @@ impl PythonWorker {
         let until = Instant::now() + if self.together > 1 { timeout + REPORT } else { timeout };
         for _ in 0..found.len() {
             let answer = child
-                .exchange(&line, until, reply_bytes_max(count), given_up)
+                .exchange(&line, until, bytes_max, given_up)
                 .map_err(|broken| describe(&mut child, &broken, doing, timeout))?;
             line.clear();
             let reply: Reply = parse(&answer)?;
@@ -268,7 +268,7 @@ impl Worker for PythonWorker {
             Err(why) => return vec![Err(why.into()); requests.len()],
         };
         let most = requests.iter().map(|asked| asked.len()).max().unwrap_or(0);
-        self.exchange(bodies, most, "scoring", given_up, &|i, line| {
+        self.exchange(bodies, reply_bytes_max(most), "scoring", given_up, &|i, line| {
             let Rewards { rewards, extra } = parse(line)?;
             reply::outputs(rewards, extra, requests[i].len()).map_err(Failure::lasting)
         })

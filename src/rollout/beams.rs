@@ -251,7 +251,7 @@ impl<'a> BeamRun<'a> {
                 let best: Vec<Vec<Sampled>> = best.by_ref().take(search.beams.len()).collect();
                 let request = &self.requests[search.requests.start];
                 if let Some(at) = best.iter().position(|row| row[0].logprob.is_nan()) {
-                    return Err(self.model.non_finite(request, &search.beams[at].live.tokens));
+                    return Err(self.model.non_finite(request, &search.beams[at].live));
                 }
                 self.progress.new_tokens += search.beams.len();
                 let next = self.advance(&mut search, &best)?;

@@ -3,16 +3,19 @@
 use super::Request;
 use super::turns::Answer;
 use crate::error::Result;
-use crate::experience::{Episode, Finish, Response, SamplingMask};
+use crate::experience::{Episode, Finish, Image, Response, SamplingMask};
 use crate::ops::sample::Sampled;
 use crate::text::{StreamDecoder, Tokenizer};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Prompt and new tokens of one request, with the record of the new ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Live {
     /// Prompt and new tokens. Empty until the sequence begins.
     pub tokens: Vec<u32>,
+    /// The images among them.
+    pub images: Arc<[Image]>,
     logprobs: Vec<f32>,
     sample_logprobs: Vec<f32>,
     /// The likeliest tokens at each new token. Empty if not requested.
@@ -42,6 +45,7 @@ impl Live {
         let new = request.new_tokens_max;
         self.tokens.reserve_exact(request.tokens.len() + new);
         self.tokens.extend_from_slice(&request.tokens);
+        self.images = Arc::clone(&request.images);
         self.logprobs.reserve_exact(new);
         self.sample_logprobs.reserve_exact(new);
         if !request.stop.strings.is_empty() {
@@ -101,7 +105,7 @@ impl Live {
     /// Appends the answer to a turn. Returns the reason if the sequence ends with it. An answer that leaves no space
     /// for another token is dropped.
     pub fn answer(&mut self, request: &Request, answer: Answer) -> Option<Finish> {
-        let Answer { tokens, reward, is_over, extra, failed } = answer;
+        let Answer { tokens, images, reward, is_over, extra, failed } = answer;
         let finish = self.ended.take().expect("a turn that was answered has ended");
         let new = self.new_tokens(request);
         let episode = self.episode.get_or_insert_default();
@@ -123,6 +127,11 @@ impl Live {
         self.sample_logprobs.resize(self.turn, 0.0);
         if request.keeps_mask {
             self.sampling_masks.resize(self.turn, SamplingMask::default());
+        }
+        if !images.is_empty() {
+            let first = self.tokens.len();
+            let given = images.into_iter().map(|image| Image { at: first + image.at, ..image });
+            self.images = self.images.iter().cloned().chain(given).collect();
         }
         self.tokens.extend(tokens);
         self.watch = self.watch.take().map(|_| Watch::new(&request.stop.strings));
@@ -153,6 +162,9 @@ impl Live {
             && let Some(cut) = request.stop.strings.iter().filter_map(|s| text.find(s.as_str())).min()
         {
             text.truncate(cut);
+        }
+        if let Some(episode) = &mut live.episode {
+            episode.images = live.images[request.images.len()..].to_vec();
         }
         if let (Some(episode), Some(tokenizer)) = (&mut live.episode, tokenizer) {
             let at = |end: usize| {

@@ -92,9 +92,10 @@ impl Model<'_> {
         Ok(ends[0] > 0.0 || done)
     }
 
-    /// Reports the reason why no token follows the `tokens` of a request: their logits were not finite. Ranks that
+    /// Reports the reason why no token follows those of a request so far: their logits were not finite. Ranks that
     /// sample together call this together.
-    pub(super) fn non_finite(self, request: &Request, tokens: &[u32]) -> Error {
+    pub(super) fn non_finite(self, request: &Request, live: &Live) -> Error {
+        let Live { tokens, images, .. } = live;
         let Model { transformer, weights, .. } = self;
         let (id, n) = (request.prompt_id, tokens.len() - request.tokens.len());
         let what = format!("the logits of prompt {id} are not finite after {n} new tokens");
@@ -103,8 +104,8 @@ impl Model<'_> {
             transformer.tensor().agree(words.map_or(Ok(()), Err))
         };
         let (mut positions, all) = (Vec::new(), 0..tokens.len());
-        push_positions(&request.images, all.clone(), !request.images.is_empty(), &mut positions);
-        let (seen, last) = (pictures(&request.images, all, 0).collect::<Vec<_>>(), [tokens.len() as u32 - 1]);
+        push_positions(images, all.clone(), !images.is_empty(), &mut positions);
+        let (seen, last) = (pictures(images, all, 0).collect::<Vec<_>>(), [tokens.len() as u32 - 1]);
         let (positions, pictures, cu_seqlens) = (&positions[..], &seen[..], &[0, tokens.len()][..]);
         let of = Rows { tokens, positions, pictures, cu_seqlens, rows: &last, targets: &tokens[..1] };
         // One forward over the prompt and all tokens, because no intermediate results were kept.
@@ -339,7 +340,7 @@ impl Run<'_> {
             self.live[feed.sequence].begin(&self.requests[feed.sequence], self.model.tokenizer)?;
         }
         let fed = |feed: &Chunk| ForwardInput {
-            images: &self.requests[feed.sequence].images,
+            images: &self.live[feed.sequence].images,
             tokens: &self.live[feed.sequence].tokens[feed.past..feed.past + feed.tokens],
             past: feed.past,
             tables: self.scheduler.tables(feed.sequence),
@@ -411,7 +412,7 @@ impl Run<'_> {
     pub fn accept(&mut self, s: usize, drawn: Sampled, hooks: &mut Hooks) -> Result<bool> {
         let request = &self.requests[s];
         if !drawn.logprob.is_finite() {
-            return Err(self.model.non_finite(request, &self.live[s].tokens));
+            return Err(self.model.non_finite(request, &self.live[s]));
         }
         let ends = self.live[s].push(request, drawn, self.model.tokenizer)?;
         self.scheduler.accept(s);

@@ -1,7 +1,7 @@
 //! Responses of several turns: an environment writes between the turns.
 
 use crate::error::Result;
-use crate::experience::Finish;
+use crate::experience::{Finish, Image};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 pub struct Answer {
     /// Tokens to append after the turn, if the sequence continues.
     pub tokens: Vec<u32>,
+    /// The images among these tokens; `Image::at` counts from the first of them.
+    pub images: Vec<Image>,
     pub reward: f64,
     /// Whether the sequence ends here.
     pub is_over: bool,

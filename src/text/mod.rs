@@ -3,6 +3,7 @@
 pub mod bpe;
 pub mod chat;
 mod growth;
+pub mod images;
 mod jinja;
 mod json;
 mod outside;

@@ -322,11 +322,11 @@ impl Tokenizer {
     pub fn encode_chat_turn(
         &self,
         answer: &[u32],
-        messages: &[Map<String, Value>],
+        messages: Vec<Value>,
         more: &Map<String, Value>,
     ) -> Result<Vec<u32>> {
         let mut all = vec![json!({"role": "user", "content": ANSWER}), json!({"role": "assistant", "content": ANSWER})];
-        all.extend(messages.iter().cloned().map(Value::Object));
+        all.extend(messages);
         let text = self.chat()?.apply(&Value::Array(all), more, true)?;
         let Some((_, behind)) = text.split_once(ANSWER).and_then(|(_, behind)| behind.split_once(ANSWER)) else {
             return Err(Error::data("the chat template must print an assistant's answer unchanged, but it does not")

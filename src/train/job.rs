@@ -9,6 +9,7 @@ use super::inputs::{self, Hashed};
 use super::load;
 use super::models::{self, JobModel, ModelSpec};
 use super::origin::Origin;
+use super::sampling;
 use super::state::{self, State};
 use super::step_metrics;
 use super::timers::Timers;
@@ -191,9 +192,7 @@ fn open_rows<J: Job>(
 ) -> Result<RowSource<J::Row>> {
     let source = RowSource::open(&config.data, tokenizer, arch.vocabulary, prepared, config.job.seed)?;
     source.check_context(arch.context)?;
-    if source.have_images() {
-        arch.check_images(config.job.device == DeviceName::Gpu)?;
-    }
+    source.have_images().then(|| arch.check_images(config.job.device == DeviceName::Gpu)).transpose()?;
     J::check_rows(config, &source, tokenizer)?;
     Ok(source)
 }
@@ -259,7 +258,8 @@ impl<J: Job> Inputs<J> {
         run.recorder.say(&format!("opening the data: {}", prompts.join(", ")));
         let (prepared, hashed) = Hashed::data(run, J::Row::KIND, &tokenizer, arch.vocabulary)?;
         let mut source = run.ranks.all.agree(open_rows::<J>(&config, &arch, &tokenizer, &prepared))?;
-        models.iter_mut().filter(|_| source.have_images()).for_each(|model| model.arch.use_tower());
+        let sees = source.have_images() || sampling::may_show_images(&config, &arch, &tokenizer);
+        models.iter_mut().filter(|_| sees).for_each(|model| model.arch.use_tower());
         show_first(run, &mut source)?;
         let steps = J::steps(&config, &source);
         if steps == 0 && models::learned(&models).next().is_some() {

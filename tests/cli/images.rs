@@ -1,6 +1,6 @@
 //! Rows with images through the program: every kind of job, the verbs, and errors that name the row.
 
-use super::command::{copy, rows, run};
+use super::command::{copy, mpirun, rows, run};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -165,7 +165,7 @@ fn generated_rows_with_images_have_the_log_probabilities_of_generate() {
     let mut changed = made;
     for (image, words) in [
         (json!([]), "line 1: the row has 0 images of 0 tokens"),
-        (json!(["rgb.png", "rgb.png"]), "2 images, but its messages have 1 place"),
+        (json!(["rgb.png", "rgb.png"]), "the messages have 1 place for 2 images"),
         (
             json!(["narrow.png"]),
             "line 1: the row has 1 image of 8 tokens in all, but 2 of its tokens are those of images",
@@ -203,4 +203,115 @@ fn every_job_and_verb_names_the_row_whose_image_it_cannot_read() {
     }
     let line = ["shard", "rows.jsonl", "--tokenizer", "model", "--out", "shard", "--chat-template"];
     run(fixture.dir.path(), &line).refused(65, &["rows.jsonl:7: half.jpg: the image is truncated or damaged"]);
+}
+
+/// Shows an image after each turn, in the form that the file `form` names, and ends after the third turn.
+const LOOKS: &str = r#"
+class Pillow:
+    """An image as Pillow has it."""
+    def getbands(self):
+        return ("R", "G", "B")
+    def save(self, file, kind):
+        assert kind == "PNG"
+        file.write(open("rgb.png", "rb").read())
+
+class Looks:
+    def reset(self):
+        self.n = 0
+    def step(self, tokens):
+        self.n += 1
+        look = [{"role": "user", "content": [{"type": "image", "image": eval(open("form").read())}, {"type": "text", "text": "?"}]}]
+        return look, float(len(tokens) % 2), self.n == 3
+"#;
+
+/// The samples of a recorded step, as rows for `logprobs` with the images that the model saw, and the recorded
+/// log-probabilities of their sampled tokens by place.
+fn recorded(fixture: &Fixture, run: &str) -> (Vec<Value>, Vec<Vec<(usize, f32)>>) {
+    let file = hdf5::File::open(fixture.dir.path().join(run).join("rollouts/step-1.h5")).unwrap();
+    let group = file.group("step_000001").unwrap();
+    let ints = |name: &str| group.dataset(name).unwrap().read_raw::<i64>().unwrap();
+    let (tokens, ends, starts) = (ints("tokens"), ints("token_offsets"), ints("response_offsets"));
+    let (prompts, mask) = (ints("prompt_tokens"), ints("mask"));
+    let labels = group.dataset("label").unwrap().read_raw::<hdf5::types::VarLenUnicode>().unwrap();
+    let logprobs = group.dataset("logprobs").unwrap().read_raw::<f32>().unwrap();
+    let sample = |i: usize| {
+        let row = &tokens[ends[i] as usize..ends[i + 1] as usize];
+        let (prompt, response) = row.split_at(prompts[i] as usize);
+        let at = starts[i] as usize..starts[i + 1] as usize;
+        let mask = &mask[at.clone()];
+        let given = mask.chunk_by(PartialEq::eq).filter(|part| part[0] == 0).count();
+        let images = [vec![&*labels[i]], vec!["rgb.png"; given]].concat();
+        let sampled = logprobs[at].iter().zip(mask).enumerate().filter(|(_, (_, mask))| **mask == 1);
+        let sampled = sampled.map(|(place, (logprob, _))| (place, *logprob)).collect();
+        (json!({"prompt_tokens": prompt, "tokens": response, "images": images}), sampled)
+    };
+    (0..prompts.len()).map(sample).unzip()
+}
+
+#[test]
+fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
+    for family in ["qwen3_vl", "qwen2_5_vl"] {
+        let fixture = Fixture::new(family);
+        let dir = fixture.dir.path();
+        fixture.write("env.py", LOOKS);
+        // A sample's label names the image of its prompt.
+        let of_prompt = fixture.read("rows.jsonl").into_iter().map(|mut row| {
+            row["answer"] = row["images"][0].clone();
+            row
+        });
+        fixture.rows("rows.jsonl", &of_prompt.collect::<Vec<_>>());
+        let stops: Vec<usize> = (0..320).step_by(4).collect();
+        let rollout = format!(
+            "[rollout]\nresponse_tokens_max = 120\nprompts_per_step = 4\nsamples_per_prompt = 2\nstop_token_ids = {stops:?}\n\
+             [reward]\nenvironment = {{ python = \"env.py\", turns_max = 4 }}\n[ppo]\nminibatch_samples = 8\n\
+             [optim.critic]\nlr = 1e-4\n"
+        );
+        fixture.job("ppo", &rollout);
+        let job = |name: &str, form: &str, ranks: usize, more: &[&str]| {
+            fixture.write("form", form);
+            let folder = format!("job.dir={name}");
+            mpirun(dir, ranks, &[&["run", "job.toml", &folder, "job.steps=2"][..], more].concat()).well();
+            let steps = fixture.read(&format!("{name}/metrics.jsonl"));
+            let steps = steps.into_iter().filter(|line| line.get("logprob_gap_max").is_some());
+            steps.map(|line| ["logprob_gap_max", "score_mean", "policy_loss"].map(|key| line[key].clone())).collect()
+        };
+        let alone: Vec<_> = job("run", "\"rgb.png\"", 0, &["gradient.order=fixed"]);
+        assert!(alone.len() == 2 && alone.iter().all(|step| step[0] == 0.0), "{alone:?}");
+        // The verb reads the same rows in one piece.
+        let (rows_of_step, sampled) = recorded(&fixture, "run");
+        assert!(rows_of_step.iter().any(|row| row["images"].as_array().unwrap().len() == 3), "two answers");
+        fixture.rows("step.jsonl", &rows_of_step);
+        let scored = rows(&run(dir, &["logprobs", "--model", "model", "--input", "step.jsonl"]).well().stdout);
+        for (line, sampled) in scored.iter().zip(&sampled) {
+            let found = |(place, _): &(usize, f32)| (*place, line["logprobs"][place].as_f64().unwrap() as f32);
+            assert_eq!(sampled.iter().map(found).collect::<Vec<_>>(), *sampled);
+        }
+        for (name, form, ranks, more) in [
+            ("bytes", "open(\"rgb.png\", \"rb\").read()", 0, &["gradient.order=fixed"][..]),
+            (
+                "column",
+                "{\"bytes\": open(\"rgb.png\", \"rb\").read(), \"path\": None}",
+                0,
+                &["gradient.order=fixed", "rollout.batch_max=2"],
+            ),
+            ("pillow", "Pillow()", 2, &["gradient.order=fixed"]),
+        ] {
+            assert_eq!(job(name, form, ranks, more), alone, "{name}");
+        }
+        let other: Vec<_> = job("other", "\"tiny.png\"", 2, &["mesh.tensor=2", "model.vision=train"]);
+        assert!(other[0][0] == 0.0 && other[0][2] != alone[0][2], "another image: {other:?}");
+        let text = run(dir, &["samples", "run", "--step", "1"]).well().stdout;
+        assert!(text.contains("image") && text.contains("see the report"), "{text}");
+        run(dir, &["report", "run", "--out", "report.html"]).well();
+        let report = fs::read_to_string(dir.join("report.html")).unwrap();
+        let per_step: usize = rows_of_step.iter().map(|row| row["images"].as_array().unwrap().len()).sum();
+        assert!(report.matches("data:image/jpeg").count() > per_step / 2, "the images of the environment, too");
+        for (form, words) in
+            [("\"none.png\"", "none.png does not exist"), ("b\"GIF89a\"", "the image is a GIF, which may be animated")]
+        {
+            fixture.write("form", form);
+            let ended = run(dir, &["run", "job.toml", "job.dir=bad", "reward.retries=0", "rollout.batch_max=1"]);
+            ended.assert(75, &["environment Looks of", words]);
+        }
+    }
 }

@@ -73,12 +73,12 @@ fn the_ids_of_a_conversation_are_the_concatenated_ids_of_its_turns() {
         assert!(rendered.contains("It is 46."), "{name}: {rendered:?}");
         let prompt = tokenizer.encode(&prompt, false).unwrap();
         let ended = tokenizer.encode(&format!("{rendered}{end}"), false).unwrap();
-        let messages = [more.as_object().cloned().unwrap()];
-        let turn = tokenizer.encode_chat_turn(&ended, &messages, &none).unwrap();
+        let messages = vec![more.clone()];
+        let turn = tokenizer.encode_chat_turn(&ended, messages.clone(), &none).unwrap();
         assert_eq!([prompt, ended, turn].concat(), tokenizer.encode(&whole, false).unwrap(), "{name}");
         // An answer that a stop text cut gets the end of its turn from the template.
         let cut = tokenizer.encode(rendered, false).unwrap();
-        let turn = tokenizer.encode_chat_turn(&cut, &messages, &none).unwrap();
+        let turn = tokenizer.encode_chat_turn(&cut, messages, &none).unwrap();
         assert_eq!(tokenizer.decode(&turn[..1], false).unwrap(), end, "{name}");
     }
 }

@@ -11,10 +11,11 @@ use rlhf_hpc::data::shard::Shard;
 use rlhf_hpc::data::{
     Hashes, PairRow, Prepared, Reading, Row, RowKind, RowSource, SftRow, prepare, sequences, shard_rows,
 };
-use rlhf_hpc::error::Result;
-use rlhf_hpc::experience::{Image, Prompt};
+use rlhf_hpc::error::{Error, Result};
+use rlhf_hpc::experience::{Image, ImageFile, Prompt};
 use rlhf_hpc::reward::feedback::{Feedback, Texts};
 use rlhf_hpc::text::Tokenizer;
+use rlhf_hpc::text::images::encode_chat;
 use serde_json::{Value, json};
 
 fn golden_dir() -> PathBuf {
@@ -26,13 +27,13 @@ fn golden() -> Value {
 }
 
 /// A model directory with a tokenizer, a template and an image processor, and files of rows.
-struct Fixture {
-    dir: tempfile::TempDir,
+pub struct Fixture {
+    pub dir: tempfile::TempDir,
     tokenizer: Arc<Tokenizer>,
 }
 
 impl Fixture {
-    fn new(template: &str) -> Self {
+    pub fn new(template: &str) -> Self {
         let (golden, dir) = (golden(), tempfile::tempdir().unwrap());
         let of_template = &golden["templates"][template];
         let write = |name: &str, value: &Value| fs::write(dir.path().join(name), value.to_string()).unwrap();
@@ -299,17 +300,18 @@ fn errors_of_images_name_the_row() {
         (json!({"messages": [image(json!("https://x.org/a.png"))]}), "images are not downloaded"),
         (json!({"messages": [image(json!("data:image/png,abc"))]}), "must hold an image in base64"),
         (json!({"messages": [image(json!("data:image/png;base64,*"))]}), "must be base64"),
+        (json!({"messages": [image(json!("iVBORw0KGgo".repeat(900)))]}), "the path of an image has 9900 bytes"),
         (json!({"messages": [image(json!({"path": null}))]}), "neither bytes nor a path"),
         (json!({"messages": [image(json!(7))]}), "must be a path, a data URL"),
-        (parts(json!([{"type": "image"}])), "the row has 2 images, but its messages have 1 place for them"),
+        (parts(json!([{"type": "image"}])), "the messages have 1 place for 2 images"),
         (
             parts(json!([{"type": "image"}, {"type": "image"}, {"type": "image"}])),
-            "2 images, but its messages have 3 places",
+            "the messages have 3 places for 2 images",
         ),
         (parts(json!([{"type": "image"}, {"type": "image", "max_pixels": 9}])), "a setting \"max_pixels\""),
-        (json!({"prompt": "<image>?", "images": ["rgb.png", "tiny.png"]}), "2 images, but its messages have 1 place"),
+        (json!({"prompt": "<image>?", "images": ["rgb.png", "tiny.png"]}), "the messages have 1 place for 2 images"),
         (json!({"prompt": "a", "images": ["rgb.png", "none.png"]}), "image 2: the image"),
-        (json!({"prompt": "a <|image_pad|>"}), "the row has 0 images, but its text has 1 place for images"),
+        (json!({"prompt": "a <|image_pad|>"}), "the text has 1 place for 0 images"),
         (json!({"prompt": "a", "images": ["rgb.png"], "image": "rgb.png"}), "in both"),
         (
             json!({"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}),
@@ -343,27 +345,81 @@ fn a_shard_with_images_needs_the_image_processor_that_made_it() {
     assert!(error.contains("the model reads text only"), "{error}");
 }
 
+/// A model's reading of feedback, and the token of images.
+pub fn texts(fixture: &Fixture, blind: Option<Error>) -> (Texts, u32) {
+    let (tokenizer, template) = (fixture.tokenizer.clone(), serde_json::Map::new());
+    let token = tokenizer.images().unwrap().token;
+    (Texts { vocabulary: tokenizer.vocabulary(), tokenizer, template, blind }, token)
+}
+
+fn feedback(value: &Value) -> Feedback {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
 #[test]
-fn images_in_the_feedback_of_an_environment_are_rejected_in_any_form() {
+fn images_in_the_feedback_of_an_environment_are_placed_like_those_of_a_conversation() {
     let fixture = Fixture::new("qwen3");
-    let texts = Texts {
-        tokenizer: fixture.tokenizer.clone(),
-        template: serde_json::Map::new(),
-        vocabulary: fixture.tokenizer.vocabulary(),
-    };
-    let token = fixture.tokenizer.images().unwrap().token;
-    let user = |content: Value| json!([{"role": "user", "content": content}]);
-    for feedback in [
-        user(json!([{"type": "image", "image": "rgb.png"}])),
-        user(json!([{"type": "image_url", "image_url": {"url": "rgb.png"}}])),
-        user(json!([{"image": "rgb.png"}, {"text": "?"}])),
-        user(json!("See <|image_pad|>.")),
-        json!("See <|image_pad|>."),
-        json!([1, token]),
+    let ((texts, token), folder, none) = (texts(&fixture, None), fixture.dir.path(), serde_json::Map::new());
+    let file = ImageFile::from(fs::read(folder.join("rgb.png")).unwrap());
+    let question =
+        json!({"role": "user", "content": [{"type": "image", "image": "tiny.png"}, {"type": "text", "text": "What?"}]});
+    let look = |content: Value| json!({"role": "user", "content": content});
+    let text = json!({"type": "text", "text": "And now?"});
+    let parts = look(json!([{"type": "image", "image": "rgb.png"}, text]));
+    let conversation = [question.clone(), json!({"role": "assistant", "content": "Nothing."}), parts.clone()];
+    let [prompt, whole] = [&conversation[..1], &conversation[..]]
+        .map(|messages| encode_chat(&fixture.tokenizer, messages, &none, folder).unwrap());
+    let answer = fixture.tokenizer.encode("Nothing.<|im_end|>", false).unwrap();
+    for (messages, images) in [
+        (json!([parts]), json!([])),
+        (json!([look(json!([{"type": "image_url", "image_url": {"url": file.data_url()}}, text]))]), json!([])),
+        (json!([look(json!([{"image": {"path": "rgb.png"}}, text]))]), json!([])),
+        (json!([look(json!([{"type": "image"}, text]))]), json!(["rgb.png"])),
+        (json!([look(json!("<image>And now?"))]), json!([file.data_url()])),
+        (json!([look(json!("And now?"))]), json!(["rgb.png"])),
     ] {
-        let feedback: Feedback = serde_json::from_value(feedback).unwrap();
-        let error = texts.tokens(&feedback, &[]).unwrap_err();
-        assert!(error.contains("only prompts may have images"), "{feedback:?}: {error}");
+        let appended = texts.append(&feedback(&messages), images.as_array().unwrap(), &answer, folder).unwrap();
+        assert_eq!([&prompt.0[..], &answer, &appended.tokens].concat(), whole.0, "{messages}");
+        let first = prompt.0.len() + answer.len();
+        let placed = appended.images.into_iter().map(|image| Image { at: first + image.at, ..image });
+        assert_eq!(prompt.1.iter().cloned().chain(placed).collect::<Vec<_>>(), whole.1, "{messages}");
+        assert!(appended.text.contains("<|vision_start|><|image_pad|><|vision_end|>And now?"), "{}", appended.text);
     }
-    texts.tokens(&Feedback::Text("See <image>.".to_owned()), &[]).unwrap();
+    let tokens = fixture.tokenizer.encode("See <|image_pad|>.", false).unwrap();
+    for plain in [json!("See <|image_pad|>."), json!(tokens)] {
+        let appended = texts.append(&feedback(&plain), &[json!("rgb.png")], &answer, folder).unwrap();
+        let image = &appended.images[0];
+        assert!(image.tokens > 1 && appended.tokens[image.range()].iter().all(|other| *other == token));
+        assert_eq!((appended.tokens.len(), &*appended.text), (tokens.len() + image.tokens - 1, "See <|image_pad|>."));
+    }
+}
+
+#[test]
+fn feedback_with_an_image_that_cannot_be_read_is_a_failure_with_its_reason() {
+    let fixture = Fixture::new("qwen3");
+    let ((texts, token), folder) = (texts(&fixture, None), fixture.dir.path());
+    let look = |part: Value| json!([{"role": "user", "content": [part]}]);
+    fs::write(folder.join("cut.png"), &fs::read(folder.join("rgb.png")).unwrap()[..300]).unwrap();
+    for (content, images, why) in [
+        (json!("See <|image_pad|>."), json!([]), "the text has 1 place for 0 images"),
+        (json!([1, token]), json!([]), "the text has 1 place for 0 images"),
+        (json!("See."), json!(["rgb.png"]), "the text has 0 places for 1 image"),
+        (look(json!({"type": "image"})), json!([]), "the messages have 1 place for 0 images"),
+        (
+            look(json!({"type": "image", "image": "rgb.png"})),
+            json!(["rgb.png"]),
+            "the messages have 0 places for 1 image",
+        ),
+        (look(json!({"type": "image", "image": "none.png"})), json!([]), "none.png does not exist"),
+        (look(json!({"type": "image", "image": "cut.png"})), json!([]), "cut.png: "),
+        (look(json!({"type": "image", "image": "http://a/b.png"})), json!([]), "images are not downloaded"),
+        (look(json!({"type": "video", "video": "a.mp4"})), json!([]), "a part with video"),
+    ] {
+        let error = texts.append(&feedback(&content), images.as_array().unwrap(), &[], folder).unwrap_err();
+        assert!(error.contains("its feedback cannot be tokenized") && error.contains(why), "{content}: {error}");
+    }
+    let (texts, _) = self::texts(&fixture, Some(Error::usage("images are not supported on GPUs")));
+    let error = texts.append(&feedback(&look(json!({"type": "image", "image": "rgb.png"}))), &[], &[], folder);
+    assert!(error.unwrap_err().contains("images are not supported on GPUs"));
+    texts.append(&feedback(&json!("See <image>.")), &[], &[], folder).unwrap();
 }

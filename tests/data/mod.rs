@@ -3,7 +3,7 @@
 mod chat;
 mod files;
 mod fixture;
-mod image_rows;
+pub mod image_rows;
 mod images;
 mod labelled;
 mod pairs;

@@ -53,7 +53,7 @@ fn a_recorded_step_reads_back_as_samples() {
 }
 
 #[test]
-fn images_of_prompts_are_recorded_small() {
+fn images_of_prompts_and_environments_are_recorded_small() {
     let dir = tempfile::tempdir().unwrap();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/images");
     let image = |name: &str, hash| {
@@ -63,13 +63,16 @@ fn images_of_prompts_are_recorded_small() {
     let mut all = batch();
     all[0].prompt.images = vec![image("large.png", 1), image("420.jpg", 2)];
     all[2].prompt.images = vec![image("large.png", 1)];
+    all[1].response.episode = Some(Episode { images: vec![image("420.jpg", 2)], ..Episode::default() });
     write(dir.path(), 1, &all, (0, ""), 0).unwrap();
     let samples = StepFile::open(&step_path(dir.path(), 1), 1).unwrap().samples().unwrap();
     let counts: Vec<usize> = samples.iter().map(|sample| sample.images.len()).collect();
     assert_eq!(counts, [2, 0, 1]);
     assert_eq!(samples[0].images[0], samples[2].images[0]);
+    let given: Vec<&[String]> = samples.iter().map(|sample| &sample.environment_images[..]).collect();
+    assert_eq!(given, [&[][..], &samples[0].images[1..], &[]]);
     let error = StepFile::open(&step_path(dir.path(), 1), 1).unwrap().experience().unwrap_err();
-    assert!(error.message.contains("its prompts have images"), "{error}");
+    assert!(error.message.contains("its samples have images"), "{error}");
     let small = samples[0].images[0].strip_prefix("data:image/jpeg;base64,").unwrap();
     let small = libjpeg_turbo_rs::decompress(&STANDARD.decode(small).unwrap()).unwrap();
     assert_eq!((small.width, small.height), (100, 160), "126 x 201 pixels, smaller");

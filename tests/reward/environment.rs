@@ -1,5 +1,6 @@
 //! Environments: valid files and servers, and the handling of turns without a good answer.
 
+use crate::data::image_rows::{Fixture, texts};
 use crate::reward::server::Server;
 use crate::reward::{config, prompt};
 use rlhf_hpc::error::{Kind, Result};
@@ -140,6 +141,20 @@ fn every_form_of_an_environment_gives_equal_answers_and_separates_episodes() {
     assert!(silent[0].reward == Some(1.5) && !silent[0].done, "{silent:?}");
     let refused = run_turns(&mut environment, 2, &["bad"]).expect_err("an error");
     assert!(refused.kind == Kind::Service && refused.message.contains("no such tool"), "{refused}");
+}
+
+#[test]
+fn a_server_shows_images_of_the_folder_of_the_job() {
+    let (server, fixture) = (Server::start(), Fixture::new("qwen3"));
+    let (texts, token) = texts(&fixture, None);
+    let config = config(&format!("environment = \"{}\"", server.url("turn")));
+    let context = RewardContext { texts: Some(Arc::new(texts)), ..RewardContext::default() };
+    let opened = Environment::new(&config, &config.environment[0], fixture.dir.path(), &context);
+    let reply = run_turns(&mut opened.expect("a server"), 1, &["look"]).expect("answers").remove(0);
+    let shown = ["rgb.png", "tiny.png"].map(|name| std::fs::read(fixture.dir.path().join(name)).expect("reads"));
+    assert!(reply.seen.iter().map(|image| image.file.bytes()).eq(shown.iter().map(|file| &file[..])));
+    let seen: usize = reply.seen.iter().map(|image| image.tokens).sum();
+    assert_eq!(reply.tokens.iter().filter(|other| **other == token).count(), seen);
 }
 
 #[test]

@@ -44,6 +44,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"error": "no such tool"})
         if turns[-1]["text"] == "silent":
             return self.answer(200, {"feedback": None, "reward": 1.5, "done": None, "extra": None})
+        if turns[-1]["text"] == "look":
+            look = [{"role": "user", "content": [{"type": "image", "image": "rgb.png"}, {"type": "image"}]}]
+            return self.answer(200, {"feedback": look, "images": ["tiny.png"], "done": False})
         done = len(turns) == 3
         feedback = f"<{len(turns)}:{turns[-1]['text']}:{request['row']['columns'].get('level')}>"
         self.answer(200, {"feedback": feedback, "reward": len(turns) / 2, "done": done, "extra": {"n": len(turns)}})

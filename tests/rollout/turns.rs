@@ -25,6 +25,7 @@ impl Turns for Echo {
         self.turns[s] += 1;
         let answer = Answer {
             tokens: tokens[turn..].iter().rev().take(2 + s % 40).copied().collect(),
+            images: Vec::new(),
             reward: f64::from(self.turns[s]),
             is_over: self.turns[s] == 3,
             extra: [("last".to_string(), turn as f32)].into(),

@@ -113,6 +113,7 @@ fn show(
             sample.finish.replace('_', " ")
         );
         response(out, source, sample, &tokens, tokens_max);
+        images(out, &sample.environment_images);
         *out += "</div>\n";
     }
     *out += "</div></article>\n";
@@ -164,7 +165,7 @@ fn prompt(out: &mut String, text: &str) {
     put!(out, "<div class=\"text prompt\">{before}<bdi>{}</bdi></div>", escape(&text[from..]));
 }
 
-/// The images of a prompt: the small ones that a recorded step has.
+/// The images of a prompt or of an environment: the small ones that a recorded step has.
 fn images(out: &mut String, urls: &[String]) {
     if urls.is_empty() {
         return;

@@ -6,13 +6,14 @@ use super::spec::{Row, RowSpec};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
-use crate::data::images::{self, Sequences};
+use crate::data::images;
 use crate::data::rows::{Place, Reading};
 use crate::data::shape::{self, Fields, Turns, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::experience::Image;
 use crate::text::Tokenizer;
+use crate::text::images::Sequences;
 
 /// Prompt and demonstration in one row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

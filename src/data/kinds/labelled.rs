@@ -7,13 +7,13 @@ use super::spec::{Row, RowSpec, needed_label};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
-use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{self, Content, Field, Fields, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::experience::Image;
 use crate::text::Tokenizer;
+use crate::text::images::Sequences;
 
 /// A response to a prompt, labeled good or bad.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

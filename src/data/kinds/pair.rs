@@ -7,13 +7,13 @@ use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
 use crate::data::fields::{field, named};
-use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{self, Content, Fields};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::experience::Image;
 use crate::text::Tokenizer;
+use crate::text::images::Sequences;
 
 /// Two responses to a prompt, one of which was preferred. Both hold the prompt.
 #[derive(Clone, Debug, Default, PartialEq)]

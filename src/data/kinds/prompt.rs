@@ -5,13 +5,14 @@ use serde_json::{Map, Value};
 use super::spec::{Row, RowSpec};
 use crate::config::method::RowKind;
 use crate::data::cut::{Entry, PIECE_SHIFT};
-use crate::data::images::{self, Sequences};
+use crate::data::images;
 use crate::data::rows::{Place, Reading, template_variables};
 use crate::data::shape::{self, Fields, is_assistant};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::experience::Prompt;
 use crate::text::Tokenizer;
+use crate::text::images::Sequences;
 
 pub struct Prompts;
 

@@ -6,12 +6,12 @@ use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
 use crate::data::fields::named;
-use crate::data::images::Sequences;
 use crate::data::rows::Reading;
 use crate::data::shape::{Fields, Unread};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::text::Tokenizer;
+use crate::text::images::Sequences;
 
 /// The description of a kind of rows.
 pub trait RowSpec: Sync {

@@ -8,12 +8,12 @@ use super::spec::{Row, RowSpec, needed_label};
 use crate::config::data::DataConfig;
 use crate::config::method::RowKind;
 use crate::data::cut::{Entries, Entry, cut};
-use crate::data::images::Sequences;
 use crate::data::rows::{Reading, empty};
 use crate::data::shape::{Fields, Unread};
 use crate::data::source::Document;
 use crate::error::{Error, Result};
 use crate::experience::Image;
+use crate::text::images::Sequences;
 use crate::text::{Tokenizer, kind_of};
 
 /// A text, and the labels of its steps.

@@ -5,10 +5,11 @@ use serde_json::{Map, Value};
 
 use super::spec::RowSpec;
 use crate::data::fields::{required, token_ids};
-use crate::data::images::{self, Sequences};
+use crate::data::images;
 use crate::data::rows::{Place, Reading};
 use crate::data::shape::{self, Content, Field, Fields};
 use crate::error::{Error, Result};
+use crate::text::images::Sequences;
 use crate::text::kind_of;
 
 pub struct Texts;

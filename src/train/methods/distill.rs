@@ -124,7 +124,7 @@ impl Distill {
 pub struct LearnedTokens<'a> {
     pub tokens: Cow<'a, [u32]>,
     pub mask: Cow<'a, [u8]>,
-    pub images: &'a [Image],
+    pub images: Cow<'a, [Image]>,
 }
 
 impl LearnedTokens<'_> {
@@ -135,7 +135,7 @@ impl LearnedTokens<'_> {
 
 fn tokens_of(rows: &[SftRow]) -> Vec<LearnedTokens<'_>> {
     fn of(SftRow { tokens, mask, images, .. }: &SftRow) -> LearnedTokens<'_> {
-        LearnedTokens { tokens: tokens.into(), mask: mask.into(), images }
+        LearnedTokens { tokens: tokens.into(), mask: mask.into(), images: images.into() }
     }
     rows.iter().map(of).collect()
 }

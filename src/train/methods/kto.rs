@@ -168,12 +168,12 @@ fn of_label(is_desirable: bool) -> [&'static str; 2] {
 }
 
 fn tokens(row: &LabelledRow) -> Tokens<'_> {
-    Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens, masks: &[], images: &row.images }
+    Tokens { tokens: (&row.tokens).into(), prompt_tokens: row.prompt_tokens, masks: &[], images: (&row.images).into() }
 }
 
 /// The prompt of a row with the response of another one, cut to the model's context.
 fn mismatch<'a>(row: &'a LabelledRow, other: &LabelledRow, context: usize) -> Tokens<'a> {
     let mut tokens = [&row.tokens[..row.prompt_tokens], &other.tokens[other.prompt_tokens..]].concat();
     tokens.truncate(context);
-    Tokens { tokens: tokens.into(), prompt_tokens: row.prompt_tokens, masks: &[], images: &row.images }
+    Tokens { tokens: tokens.into(), prompt_tokens: row.prompt_tokens, masks: &[], images: (&row.images).into() }
 }

@@ -94,7 +94,7 @@ fn student(sampling: &mut Sampling) -> &mut Learner {
 fn tokens_of<'a>(samples: &[&'a Experience]) -> Vec<LearnedTokens<'a>> {
     let of_sample = |sample: &&'a Experience| {
         let mask = std::iter::repeat_n(0, sample.prompt.tokens.len()).chain(sample.mask.iter().copied());
-        LearnedTokens { tokens: sample.tokens().into(), mask: mask.collect(), images: &sample.prompt.images }
+        LearnedTokens { tokens: sample.tokens().into(), mask: mask.collect(), images: sample.images() }
     };
     samples.iter().map(of_sample).collect()
 }

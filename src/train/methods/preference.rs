@@ -103,6 +103,6 @@ fn sides(row: &PairRow) -> [Tokens<'_>; 2] {
         tokens: side.into(),
         prompt_tokens: row.prompt_tokens,
         masks: &[],
-        images: &row.images,
+        images: (&row.images).into(),
     })
 }

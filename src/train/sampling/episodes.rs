@@ -1,7 +1,10 @@
 //! Responses of several turns: the link between the rollout, whose turns end, and the environment that answers them.
 
+use crate::config::Config;
+use crate::config::job::DeviceName;
 use crate::error::{Error, Result};
 use crate::experience::{Finish, Prompt};
+use crate::model::Arch;
 use crate::reward::environment::{self, Environment, Feedback, Reply, Turn};
 use crate::rollout::Request;
 use crate::rollout::turns::{Answer, Turns};
@@ -13,6 +16,16 @@ use std::time::{Duration, Instant};
 
 /// The longest wait for an answer before ranks synchronize again.
 const WAIT: Duration = Duration::from_secs(1);
+
+/// The reason why the environment of a job may not answer with images, if it may not.
+pub fn blind(config: &Config, arch: &Arch, tokenizer: &Tokenizer) -> Option<Error> {
+    arch.check_images(config.job.device == DeviceName::Gpu).and_then(|()| tokenizer.images().map(drop)).err()
+}
+
+/// Whether the environment of a job may answer with images.
+pub fn may_show_images(config: &Config, arch: &Arch, tokenizer: &Tokenizer) -> bool {
+    !config.reward.environment.is_empty() && blind(config, arch, tokenizer).is_none()
+}
 
 /// The responses of one phase, by the numbers of their requests.
 pub struct Episodes<'a> {
@@ -107,6 +120,6 @@ impl Episodes<'_> {
             // Only the last turn's feedback is not tokenized.
             Feedback::Tokens(_) | Feedback::Messages(_) => String::new(),
         });
-        Answer { tokens: reply.tokens, reward, is_over, extra, failed: reply.failed }
+        Answer { tokens: reply.tokens, images: reply.seen, reward, is_over, extra, failed: reply.failed }
     }
 }

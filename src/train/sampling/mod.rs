@@ -20,4 +20,5 @@ mod scores;
 mod shares;
 mod weight_sync;
 
+pub(super) use episodes::may_show_images;
 pub(super) use models_of_rank::{Sampling, Work};

@@ -94,7 +94,7 @@ impl RewardModels {
                 prompt_tokens: tokens.len(),
                 tokens: tokens.into(),
                 masks: &[],
-                images: &sample.prompt.images,
+                images: sample.images(),
             });
             let rows: Vec<Tokens> = rows.collect();
             let (longest, context) = (rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0), role.arch().context);
@@ -131,7 +131,7 @@ impl RewardModels {
 /// if the response has one.
 fn tokens(sample: &Experience, tokenizer: Option<&Tokenizer>) -> Result<Vec<u32>> {
     let Some(tokenizer) = tokenizer else { return Ok(sample.tokens()) };
-    if !sample.prompt.images.is_empty() {
+    if !sample.images().is_empty() {
         return Err(Error::data("a reward model that reads images needs the actor's tokenizer"));
     }
     let mut tokens = tokenizer.encode(&format!("{}{}", sample.prompt.text, sample.response.text), true)?;

@@ -1,6 +1,6 @@
 //! Rollout and reward of one rank's share of the prompts.
 
-use super::episodes::Episodes;
+use super::episodes::{self, Episodes};
 use super::planned_responses::PlannedResponses;
 use super::reward_models::RewardModels;
 use super::shares::{ClaimedPrompts, Key, PromptQueue, StepSlice, expect, own_share, share_of};
@@ -143,13 +143,15 @@ impl Collector {
             tokenizer: Arc::clone(&tokenizer),
             template: config.data.chat_template_args.clone(),
             vocabulary: arch.vocabulary,
+            blind: episodes::blind(config, arch, &tokenizer),
         };
         let rewards = context(run, &source, texts).and_then(|context| {
             Ok((environment(run, &context)?, Reward::new(&config.reward, &config.base, &context)?))
         });
         let (environment, reward) = run.ranks.all.agree(rewards)?;
         let stop = Stop::of_model(&config.rollout, &arch.eos_tokens, Some(&tokenizer));
-        let stop = Arc::new(if source.have_images() { stop.with_images(&tokenizer) } else { stop });
+        let sees = source.have_images() || episodes::may_show_images(config, arch, &tokenizer);
+        let stop = Arc::new(if sees { stop.with_images(&tokenizer) } else { stop });
         let engine = Engine::new(&config.rollout, run.memory_free().saturating_sub(weights_bytes as u64));
         let pipeline = (run.ranks.placements.len() > 1).then(|| Stream::new("pipeline", &run.ranks.all));
         Ok(Self {

@@ -16,6 +16,7 @@ use crate::learn::{Learner, Role, score};
 use crate::model::load::ModelFiles;
 use crate::model::{Arch, Head};
 use crate::train::methods::update::Update;
+use std::borrow::Cow;
 use std::path::Path;
 
 /// The models that are here. Each computes in f32 on the CPU.
@@ -79,7 +80,7 @@ impl Models {
             tokens: line.tokens.clone().into(),
             prompt_tokens: line.prompt_tokens,
             masks: &[],
-            images: &[],
+            images: Cow::Borrowed(&[]),
         };
         let tokens: Vec<Tokens> = lines.iter().map(tokens).collect();
         let config = &case.settings.config;
