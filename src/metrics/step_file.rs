@@ -51,6 +51,8 @@ pub struct RecordedTokens {
     pub logprobs: Vec<f32>,
     pub kl: Vec<f32>,
     pub advantages: Vec<f32>,
+    /// 0 for tokens that are not learned from, such as those of an environment.
+    pub mask: Vec<u8>,
 }
 
 /// A recorded step, open for reading.
@@ -131,6 +133,7 @@ impl StepFile {
             logprobs: self.part("logprobs", from, to)?,
             kl: self.part("kl", from, to)?,
             advantages: self.part("advantages", from, to)?,
+            mask: self.part("mask", from, to)?,
         })
     }
 

@@ -215,31 +215,40 @@ fn response(out: &mut String, source: &Source, sample: &RecordedSample, tokens: 
         0 => String::new(),
         more => format!(" <i>{more} more tokens</i>"),
     };
-    // The page's script cuts the text again.
-    let given = if sample.environment.is_empty() { String::new() } else { given(shown, &sample.environment) };
+    // The page's script cuts the text again. It has special tokens, too, so its parts are found by token. In a response that
+    // is not learned from at all, they are not known.
+    let has_parts = !sample.environment.is_empty() && tokens.mask.contains(&1);
+    let (mut given, mut spans, mut at): (Vec<&str>, Vec<(usize, usize)>, usize) = (Vec::new(), Vec::new(), 0);
+    for (piece, mask) in shown.iter().zip(&tokens.mask).filter(|_| has_parts) {
+        let end = at + piece.chars().count();
+        given.push(if *mask == 0 { "1" } else { "0" });
+        match spans.last_mut() {
+            Some((_, last)) if *mask == 0 && *last == at => *last = end,
+            _ if *mask == 0 => spans.push((at, end)),
+            _ => {}
+        }
+        at = end;
+    }
+    let given = if given.is_empty() { String::new() } else { format!(" data-env=\"{}\"", given.join(" ")) };
     let numbers = numbers.concat() + &given;
-    let (lengths, text) = (lengths.join(" "), spoken(&shown.concat(), &sample.environment));
+    let (lengths, text) = (lengths.join(" "), spoken(&shown.concat(), &spans));
     put!(out, "<div class=\"text\"><bdi data-cuts=\"{lengths}\"{numbers}>{text}</bdi>{more}</div>");
 }
 
-/// A digit for each of `pieces`: 1 if it ends in a part that the environment wrote, else 0.
-fn given(pieces: &[String], environment: &[(usize, usize)]) -> String {
-    let mut at = 0;
-    let marks = pieces.iter().map(|piece| {
-        at += piece.chars().count();
-        if environment.iter().any(|(from, to)| *from < at && at <= *to) { "1" } else { "0" }
-    });
-    format!(" data-env=\"{}\"", marks.collect::<Vec<_>>().join(" "))
-}
-
-/// The text of each token; a character of several tokens belongs to the last one. None if the texts do not match the
-/// recorded response.
+/// The text of each token; a character of several tokens belongs to the last one, and an image has one text. None if the
+/// texts do not match the recorded response.
 fn pieces(tokenizer: &Tokenizer, tokens: &[u32], text: &str) -> Option<Vec<String>> {
     if tokenizer.decode(tokens, true).ok()?.replace('\0', "␀") != text {
         return None;
     }
     let mut decoder = StreamDecoder::default();
-    let pieces: Result<Vec<String>> = tokens.iter().map(|token| decoder.push(tokenizer, *token)).collect();
+    let image = tokenizer.images().ok().map(|images| images.token);
+    let is_repeated = |i: usize| i > 0 && tokens[i - 1] == tokens[i] && image == Some(tokens[i]);
+    let piece = |(i, token): (usize, &u32)| {
+        let piece = decoder.push(tokenizer, *token)?;
+        Ok(if is_repeated(i) { String::new() } else { piece })
+    };
+    let pieces: Result<Vec<String>> = tokens.iter().enumerate().map(piece).collect();
     let (mut pieces, rest) = (pieces.ok()?, decoder.finish(tokenizer).ok()?);
     pieces.last_mut()?.push_str(&rest);
     Some(pieces)
