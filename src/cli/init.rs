@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
         _ => return Err(Error::usage("init needs either --config or --like")),
     };
     let mut arch = Arch::from_config(&config).map_err(|e| e.within(&from))?;
-    if arch.wrapper.is_some() && arch.family.is_inside() {
+    if arch.wrapper.is_some() && (arch.family.is_inside() || arch.sight.is_some()) {
         arch = arch.with_tower().map_err(|e| e.within(&from))?;
     } else {
         // New weights are a language model's alone.
@@ -100,7 +100,7 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
     let (dir, vocabulary) = (hub::model_dir(like), tokenizer.map_or(tiny::VOCABULARY, Tokenizer::vocabulary));
     let is_dir = dir.exists() || like.contains('/');
     let mut config = match Family::named_or_inside(like) {
-        // The name of a family is its language model alone.
+        // The name of a family is its language model alone, and that of a model around it has a tower.
         Ok(family) if is_tiny && like == family.name => tiny::of_family(family, vocabulary),
         Ok(family) if is_tiny => seeing(family, tiny::of_family(family, vocabulary), tokenizer)?,
         Ok(_) if !is_dir => {
@@ -113,7 +113,9 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
             match (is_tiny, &arch.wrapper) {
                 (true, None) => tiny::scaled(&arch, vocabulary),
                 (true, Some(_)) => seeing(arch.family, tiny::scaled(&arch, vocabulary), tokenizer)?,
-                (false, Some(wrapper)) if arch.family.is_inside() => wrapper.wrap(arch.source.clone()),
+                (false, Some(wrapper)) if arch.family.is_inside() || arch.sight.is_some() => {
+                    wrapper.wrap(arch.source.clone())
+                }
                 (false, _) => arch.source,
             }
         }
@@ -130,14 +132,12 @@ fn like_model(like: &str, is_tiny: bool, tokenizer: Option<&Tokenizer>) -> Resul
     Ok(config)
 }
 
-/// The config.json of a tiny model around that of its language model, if the family needs one. Without a tokenizer, the
-/// last tokens are those of images.
+/// The config.json of a tiny model around that of its language model, if its tower is known. Without a tokenizer, the last
+/// tokens are those of images. A family with language models of their own is one if the tokenizer has no such tokens.
 fn seeing(family: &Family, text: Map<String, Value>, tokenizer: Option<&Tokenizer>) -> Result<Map<String, Value>> {
-    if !family.is_inside() {
-        return Ok(text);
-    }
     let mut last = tiny::VOCABULARY as u32;
-    tiny::seeing(family, text, |name| {
+    let alone = text.clone();
+    let seeing = tiny::seeing(family, text, |name| {
         let Some(tokenizer) = tokenizer else {
             last -= 1;
             return Ok(last);
@@ -147,7 +147,14 @@ fn seeing(family: &Family, text: Map<String, Value>, tokenizer: Option<&Tokenize
             Error::usage(format!("a model that reads images needs a tokenizer with the token {name}"))
                 .hint("use the tokenizer of such a model, or train one with this special token")
         })
-    })
+    });
+    match seeing {
+        Err(why) if !family.is_inside() => {
+            note!("the model is a {}, which reads text only: {}", family.name, why.message);
+            Ok(alone)
+        }
+        seeing => seeing,
+    }
 }
 
 /// The type of the weights that config.json names; f32 if it names none.

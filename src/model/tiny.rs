@@ -4,6 +4,7 @@ use super::arch::Arch;
 use super::config_json::{FULL, LINEAR, SLIDING};
 use super::families::{Bias, Family, Windows};
 use super::rope::Sections;
+use super::vision_spec::is_known;
 use super::wrapper::{TEXT, VISION, WRAPPERS};
 use crate::error::Result;
 use serde_json::{Map, Value, json};
@@ -190,11 +191,8 @@ fn ropes(family: &Family) -> Value {
         rope
     };
     let theta = family.rope.theta;
-    if let Some(Sections { sizes, is_interleaved }) = family.rope.sections.filter(|_| family.is_inside()) {
-        let mut rope = rope(theta);
-        rope["mrope_section"] = sections(&sizes.map(Value::from), HEAD_DIM / 2).into();
-        rope["mrope_interleaved"] = is_interleaved.into();
-        return rope;
+    if let Some(sections) = family.rope.sections.filter(|_| family.is_inside()) {
+        return divided(rope(theta), sections);
     }
     match family.rope.by_layer {
         Some(sliding) => json!({FULL: rope(theta), SLIDING: rope(sliding.unwrap_or(theta))}),
@@ -292,6 +290,15 @@ impl Shares {
     }
 }
 
+/// A rotary embedding with `sections` for time, rows and columns.
+fn divided(mut rope: Value, Sections { sizes, is_interleaved }: Sections) -> Value {
+    let partial = rope["partial_rotary_factor"].as_f64().unwrap_or(1.0);
+    let pairs = (HEAD_DIM as f64 * partial) as usize / 2;
+    rope["mrope_section"] = sections(&sizes.map(Value::from), pairs).into();
+    rope["mrope_interleaved"] = is_interleaved.into();
+    rope
+}
+
 /// Sections of `pairs` frequencies in all, with the shares of `old` ones.
 fn sections(old: &[Value], pairs: usize) -> Vec<Value> {
     let sizes: Vec<usize> = old.iter().map(|size| size.as_u64().unwrap_or(0) as usize).collect();
@@ -304,17 +311,24 @@ fn sections(old: &[Value], pairs: usize) -> Vec<Value> {
     scaled.into_iter().map(Value::from).collect()
 }
 
-/// The config.json of a tiny model that reads images, around that of its language model of `family`. `token` returns the
-/// id of a token by its name. The image of a side of 64 pixels is 16 tokens.
+/// The config.json of a tiny model that reads images, around that of its language model of `family`; that alone, if no
+/// tower around it is known. `token` returns the id of a token by its name. The image of a side of 64 pixels is 16 tokens.
 ///
 /// # Errors
 /// The error of `token`.
 pub fn seeing(
     family: &Family,
-    text: Map<String, Value>,
+    mut text: Map<String, Value>,
     mut token: impl FnMut(&str) -> Result<u32>,
 ) -> Result<Map<String, Value>> {
-    let kind = WRAPPERS.iter().find(|kind| kind.family == family.name).expect("a model around the family");
+    let Some(kind) = WRAPPERS.iter().find(|kind| kind.family == family.name && is_known(kind.name)) else {
+        return Ok(text);
+    };
+    let rope = text.get("rope_parameters").filter(|rope| rope.get("mrope_section").is_none());
+    if let (Some(rope), Some(sections)) = (rope, family.rope.sections) {
+        let rope = divided(rope.clone(), sections);
+        text.insert("rope_parameters".into(), rope);
+    }
     let width = text.get("hidden_size").cloned().unwrap_or_default();
     let mut tower = json!({
         "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 8,

@@ -66,6 +66,12 @@ pub enum TowerKind {
 /// The kinds of models whose towers are known, with the default of `image_token_id`.
 const KNOWN: [(&str, u32); 4] =
     [("qwen2_5_vl", 151_655), ("qwen3_vl", 151_655), ("qwen3_5", 248_056), ("qwen3_5_moe", 248_056)];
+
+/// Whether the towers of this kind of model are known.
+pub(super) fn is_known(kind: &str) -> bool {
+    KNOWN.iter().any(|(known, _)| *known == kind)
+}
+
 /// Keys of `vision_config` that are read.
 const USED: [&str; 19] = [
     "deepstack_visual_indexes",

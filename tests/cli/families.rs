@@ -21,6 +21,8 @@ fn a_tiny_model_of_every_family_reads_and_answers_with_the_given_tokenizer() {
         let answered = fixture.run(&["generate", "--model", name, "--prompt", "1+1=", "--max-new-tokens", "2"]).well();
         assert!(!answered.stderr.contains("not used"), "{name}: {}", answered.stderr);
     }
+    let moe = config(&fixture, "qwen3_5_moe");
+    assert_eq!(moe["model_type"], "qwen3_5_moe_text", "the tokenizer has no image tokens");
     let (gemma, inside) = (config(&fixture, "gemma3_text"), config(&fixture, "gemma3"));
     assert_eq!(gemma, inside, "the language model alone");
     assert_eq!(gemma["architectures"], json!(["Gemma3ForCausalLM"]));

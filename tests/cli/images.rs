@@ -250,7 +250,7 @@ fn recorded(fixture: &Fixture, run: &str) -> (Vec<Value>, Vec<Vec<(usize, f32)>>
 
 #[test]
 fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
-    for family in ["qwen3_vl", "qwen2_5_vl"] {
+    for family in ["qwen3_vl", "qwen2_5_vl", "qwen3_5"] {
         let fixture = Fixture::new(family);
         let dir = fixture.dir.path();
         fixture.write("env.py", LOOKS);
@@ -306,6 +306,12 @@ fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
         let report = fs::read_to_string(dir.join("report.html")).unwrap();
         let per_step: usize = rows_of_step.iter().map(|row| row["images"].as_array().unwrap().len()).sum();
         assert!(report.matches("data:image/jpeg").count() > per_step / 2, "the images of the environment, too");
+        assert!(
+            report.contains("title=\"environment\">&lt;|im_end|&gt;\n&lt;|im_start|&gt;user\n&lt;|vision_start|&gt;")
+        );
+        assert!(
+            report.contains("|image_pad|&gt;&lt;|vision_end|") && !report.contains("|image_pad|&gt;&lt;|image_pad|")
+        );
         for (form, words) in
             [("\"none.png\"", "none.png does not exist"), ("b\"GIF89a\"", "the image is a GIF, which may be animated")]
         {
