@@ -248,6 +248,17 @@ fn recorded(fixture: &Fixture, run: &str) -> (Vec<Value>, Vec<Vec<(usize, f32)>>
     (0..prompts.len()).map(sample).unzip()
 }
 
+fn feedback_that_cannot_be_read_is_named(fixture: &Fixture) {
+    for (form, words) in
+        [("\"none.png\"", "none.png does not exist"), ("b\"GIF89a\"", "the image is a GIF, which may be animated")]
+    {
+        fixture.write("form", form);
+        let ended =
+            run(fixture.dir.path(), &["run", "job.toml", "job.dir=bad", "reward.retries=0", "rollout.batch_max=1"]);
+        ended.assert(75, &["environment Looks of", words]);
+    }
+}
+
 #[test]
 fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
     for family in ["qwen3_vl", "qwen2_5_vl", "qwen3_5"] {
@@ -312,12 +323,6 @@ fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
         assert!(
             report.contains("|image_pad|&gt;&lt;|vision_end|") && !report.contains("|image_pad|&gt;&lt;|image_pad|")
         );
-        for (form, words) in
-            [("\"none.png\"", "none.png does not exist"), ("b\"GIF89a\"", "the image is a GIF, which may be animated")]
-        {
-            fixture.write("form", form);
-            let ended = run(dir, &["run", "job.toml", "job.dir=bad", "reward.retries=0", "rollout.batch_max=1"]);
-            ended.assert(75, &["environment Looks of", words]);
-        }
+        feedback_that_cannot_be_read_is_named(&fixture);
     }
 }
