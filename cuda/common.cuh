@@ -65,6 +65,18 @@ DEVICE u32 pack(float low, float high) {
 DEVICE float low_of(u32 pair) { return float_of(pair << 16); }
 DEVICE float high_of(u32 pair) { return float_of(pair & 0xffff0000u); }
 
+// The products of two pairs, each rounded once.
+DEVICE u32 times_pair(u32 a, u32 b) {
+#ifdef EMULATED
+    return pack(low_of(a) * low_of(b), high_of(a) * high_of(b));
+#else
+    // The sum with -0 changes nothing; a product alone needs sm_90.
+    u32 pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(0x80008000u));
+    return pair;
+#endif
+}
+
 // Sixteen bytes at once: eight bf16.
 struct alignas(16) Eight {
     u32 pair[4];
@@ -308,15 +320,19 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
 #endif
 }
 
-// ---- asynchronous copies to shared memory, 16 bytes each ----
+// ---- asynchronous copies to shared memory, of 16, 8 or 4 bytes ----
 
-// Both aligned to 16; writes zeros if `valid` is false (then `from` is not read and may be any address).
-DEVICE void copy_async(void* to, const void* from, bool valid) {
+// Both aligned to the size; writes zeros if `valid` is false (then `from` is not read and may be any address).
+template <int BYTES = 16> DEVICE void copy_async(void* to, const void* from, bool valid) {
 #ifdef EMULATED
-    emulated::copy_async(to, from, valid);
+    emulated::copy_async(to, from, valid, BYTES);
 #else
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    u32 at = (u32)__cvta_generic_to_shared(to), bytes = valid ? BYTES : 0;
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(bytes) : "memory");
+    }
 #endif
 }
 

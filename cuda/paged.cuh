@@ -1,9 +1,11 @@
 // The layout of keys and values in a paged cache, and the copy of a tile of them to shared memory.
 //
 // A page holds PAGE tokens of all key/value heads: [g][PAGE][e], keys and values alike. So the tokens of one head of a page
-// are one run of memory, read as a whole, and a row of 16 bytes each fits the tiles of `load_matrices`.
+// are one run of memory, read as a whole, and a row of 16 bytes each fits the tiles of `load_matrices`. Values are bf16, or
+// codes (u8), where the powers of the PAGE tokens follow each head.
 #pragma once
 #include "flash.cuh"
+#include "kv_codes.cuh"
 #include "softcap.cuh"
 
 #define PAGE 32
@@ -29,33 +31,65 @@ DEVICE u32 pages_of(const Head& head, int first, int end) {
     return head.blocks[(u32)(key < end ? key : end - 1) / PAGE];
 }
 
+// One head of a page of values T.
+template <int E, class T> struct PageHead {
+    static constexpr bool IS_CODES = sizeof(T) == 1;
+    static constexpr int LEN = PAGE * (IS_CODES ? E + 1 : E);
+};
+
 // The start of a page. Read from the parameters, not kept in registers: prefill has none left.
-template <int E> DEVICE u64 start_of(u32 page, u32 kv_heads) { return (u64)(page * kv_heads) * (PAGE * E); }
+template <int E, class T> DEVICE u64 start_of(u32 page, u32 kv_heads) {
+    return (u64)(page * kv_heads) * PageHead<E, T>::LEN;
+}
+
+// Threads that share a row of a tile.
+template <int E> struct Share {
+    static constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
+};
 
 // Starts copies of the keys first .. first + ROWS, or of their values, to a tile (ROWS, E); rows from `end` on are zeros. A thread
-// stays in its column.
-template <int E, int ROWS>
-DEVICE void load_tile(bf16* tile, const bf16* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
-    constexpr int WIDE = E <= 32 ? 4 : E <= 64 ? 8 : E <= 128 ? 16 : 32, STEP = THREADS / WIDE;
+// stays in its column. Where they have landed, `expand_tile` comes next.
+template <int E, int ROWS, class T>
+DEVICE void load_tile(bf16* tile, const void* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
+    constexpr int WIDE = Share<E>::WIDE, STEP = Share<E>::STEP, STRIDE = Tile<E>::STRIDE;
     const int column = threadIdx.x % WIDE, row = threadIdx.x / WIDE;
     const u32 own = head.offset + row * E + column * 8;
     static_assert(ROWS % PAGE == 0 && ROWS / PAGE <= WARP, "a lane has a page");
-    const bf16* page[ROWS / PAGE];
+    const T* page[ROWS / PAGE];
 #pragma unroll
-    for (int p = 0; p < ROWS / PAGE; p++) page[p] = cache + (start_of<E>(shuffle(pages, p), kv_heads) + own);
+    for (int p = 0; p < ROWS / PAGE; p++) page[p] = (const T*)cache + (start_of<E, T>(shuffle(pages, p), kv_heads) + own);
     if (column >= E / 8) return;
-    tile += row * Tile<E>::STRIDE + column * 8;
     // Existing rows, from this thread's first on.
     const int count = end - first - row;
+    if constexpr (PageHead<E, T>::IS_CODES) {
+        u8* line = (u8*)(tile + row * STRIDE);
+        const int power = PAGE * E - row * E + row / 4 * 4;
 #pragma unroll
-    for (int i = 0; i < ROWS; i += STEP) {
-        copy_async(tile + i * Tile<E>::STRIDE, page[i / PAGE] + i % PAGE * E, i < count);
+        for (int i = 0; i < ROWS; i += STEP) {
+            const T* from = page[i / PAGE];
+            copy_async<8>(line + i * STRIDE * 2 + Landing<E>::CODES + column * 8, from + i % PAGE * E, i < count);
+            if (column == 0) copy_async<4>(line + i * STRIDE * 2 + Landing<E>::POWER, from + (power + i % PAGE), i < count);
+        }
+    } else {
+        tile += row * STRIDE + column * 8;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += STEP) copy_async(tile + i * STRIDE, page[i / PAGE] + i % PAGE * E, i < count);
+    }
+}
+
+// Turns codes that have landed in a tile into bf16, before the barrier after which others read it.
+template <int E, int ROWS, class T> DEVICE void expand_tile(bf16* tile) {
+    if constexpr (PageHead<E, T>::IS_CODES) {
+        constexpr int WIDE = Share<E>::WIDE;
+        expand<E, Tile<E>::STRIDE, ROWS, Share<E>::STEP>(tile, threadIdx.x / WIDE, threadIdx.x % WIDE);
     }
 }
 
 // The parameters that all blocks of a launch share.
 struct Paged {
-    const bf16 *q, *keys, *values;
+    const bf16* q;
+    // bf16 or codes
+    const void *keys, *values;
     bf16* o;
     const Sequence* sequences;
     const u32* blocks;
@@ -68,7 +102,7 @@ struct Paged {
 
 // The parameters of a kernel, and the values that its blocks compute from them.
 #define PAGED_PARAMETERS                                                                                              \
-    const bf16 *q, const bf16 *keys, const bf16 *values, bf16 *o, const i32 *sequences, const u32 *blocks,            \
+    const bf16 *q, const void *keys, const void *values, bf16 *o, const i32 *sequences, const u32 *blocks,            \
         const i32 *tiles, i32 kv_heads, i32 group, i32 window, float scale, float cap
 #define PAGED Paged{q, keys, values, o, (const Sequence*)sequences, blocks, tiles, kv_heads, group, window, scale, cap}
 
@@ -121,8 +155,8 @@ template <int E, int KEYS = Block<E>::KEYS> DEVICE Work work_of(const Paged& pag
     return work;
 }
 
-template <int E> DEVICE Head head_of(const Paged& paged, const Work& work) {
-    return Head{paged.blocks + work.sequence.blocks, (u32)work.kv_head * (PAGE * E)};
+template <int E, class T> DEVICE Head head_of(const Paged& paged, const Work& work) {
+    return Head{paged.blocks + work.sequence.blocks, (u32)work.kv_head * PageHead<E, T>::LEN};
 }
 
 // The 16 rows of a warp as the left operand of q k^T, straight from memory; `r` is this lane's upper row.

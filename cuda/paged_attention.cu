@@ -1,11 +1,11 @@
 // paged_decode_E  o = softmax(scale q k^T) v   arXiv:2205.14135, arXiv:2309.06180; causal, with a window
 // Up to 16 rows (token, head of the group) of a sequence: a new token, or a few, of each sequence.
-// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
-// blocks u32: pages of all sequences, one after the other
+// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16, or of paged_decode_codes_E as kv_append_codes has them;
+// sequences (s, 4), tiles (tiles, 2) i32: sequence, first row; blocks u32: pages of all sequences, one after the other
 // grid (tiles, g), block 128; a warp takes a block of keys of a stage for the scores, then columns for the values: the chain
 // over keys stays whole. While scores are computed values come, and the other way round.
 // needs sm_80, dynamic shared memory: two blocks of keys and of values, and what warps exchange
-// roofline 4 E g bytes a key: keys and values once, for all heads of a group
+// roofline 4 E g bytes a key, in 8 bits 2 (E + 1) g: keys and values once, for all heads of a group
 #include "paged.cuh"
 
 #define WARPS (THREADS / WARP)
@@ -78,27 +78,28 @@ DEVICE void end_run(float (&before)[PAIRS][2][4], Running& past, float (&o)[PAIR
     }
 }
 
-template <int E> DEVICE void decode(const Paged& paged) {
+template <int E, class T> DEVICE void decode(const Paged& paged) {
     DYNAMIC_SHARED(shared);
     constexpr int KEYS = Block<E>::KEYS, BLOCKS = Stage<E>::BLOCKS, PAIRS = (E / 16 + WARPS - 1) / WARPS;
     bf16 *keys = (bf16*)shared, *values = keys + Stage<E>::TILE;
     auto* exchange = (Exchange<BLOCKS>*)(values + Stage<E>::TILE);
     int warp = warp_id(), lane = lane_id(), r = lane / 4;
     Work work = work_of<E, Stage<E>::ROWS>(paged, blockIdx.x, 16);
-    const Head head = head_of<E>(paged, work);
+    const Head head = head_of<E, T>(paged, work);
     KeyRange seen = key_range(work, r);
     // The result of the current run, and that of the earlier runs.
     Running row = running(), past = running();
     float o[PAIRS][2][4] = {}, before[PAIRS][2][4] = {};
     u32 pages = pages_of(head, work.first, work.end);
-    load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
+    load_tile<E, Stage<E>::ROWS, T>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
     copy_commit();
     for (int first = work.first; first < work.end; first += Stage<E>::ROWS) {
         if (first % RUN == 0) end_run(before, past, o, row, paged.scale);
-        load_tile<E, Stage<E>::ROWS>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
+        load_tile<E, Stage<E>::ROWS, T>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
         copy_commit();
         pages = pages_of(head, first + Stage<E>::ROWS, work.end);
         copy_wait<1>();
+        expand_tile<E, Stage<E>::ROWS, T>(keys);
         SYNC_BLOCK();  // the keys are there
         float s[KEYS / 8][4];
         if (warp < BLOCKS) {
@@ -109,7 +110,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
             decode_scores<E>(s, q, keys, first, seen, paged.cap, exchange);
         }
         SYNC_BLOCK();  // the maxima are there, and nobody reads the keys
-        load_tile<E, Stage<E>::ROWS>(keys, paged.keys, paged.kv_heads, head, pages, first + Stage<E>::ROWS, work.end);
+        load_tile<E, Stage<E>::ROWS, T>(keys, paged.keys, paged.kv_heads, head, pages, first + Stage<E>::ROWS, work.end);
         copy_commit();
         float decay[BLOCKS][2];
         float low = row.max[0], high = row.max[1];
@@ -124,6 +125,7 @@ template <int E> DEVICE void decode(const Paged& paged) {
         }
         if (warp < BLOCKS) decode_probabilities(s, low, high, paged.scale, exchange);
         copy_wait<1>();
+        expand_tile<E, Stage<E>::ROWS, T>(values);
         SYNC_BLOCK();  // the values and probabilities are there
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
@@ -157,9 +159,15 @@ template <int E> DEVICE void decode(const Paged& paged) {
     copy_wait<0>();
 }
 
-KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) { decode<32>(PAGED); }
-KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) { decode<64>(PAGED); }
-KERNEL __launch_bounds__(128, 4) paged_decode_80(PAGED_PARAMETERS) { decode<80>(PAGED); }
-KERNEL __launch_bounds__(128, 4) paged_decode_96(PAGED_PARAMETERS) { decode<96>(PAGED); }
-KERNEL __launch_bounds__(128, 4) paged_decode_128(PAGED_PARAMETERS) { decode<128>(PAGED); }
-KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) { decode<256>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_32(PAGED_PARAMETERS) { decode<32, bf16>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_64(PAGED_PARAMETERS) { decode<64, bf16>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_80(PAGED_PARAMETERS) { decode<80, bf16>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_96(PAGED_PARAMETERS) { decode<96, bf16>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_128(PAGED_PARAMETERS) { decode<128, bf16>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_256(PAGED_PARAMETERS) { decode<256, bf16>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_codes_32(PAGED_PARAMETERS) { decode<32, u8>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_codes_64(PAGED_PARAMETERS) { decode<64, u8>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_codes_80(PAGED_PARAMETERS) { decode<80, u8>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_codes_96(PAGED_PARAMETERS) { decode<96, u8>(PAGED); }
+KERNEL __launch_bounds__(128, 4) paged_decode_codes_128(PAGED_PARAMETERS) { decode<128, u8>(PAGED); }
+KERNEL __launch_bounds__(128) paged_decode_codes_256(PAGED_PARAMETERS) { decode<256, u8>(PAGED); }

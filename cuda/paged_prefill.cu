@@ -2,8 +2,8 @@
 // Many rows (token, head of the group) of a sequence: a prompt, or a part of it after cached tokens. A launch covers
 // the run of keys from .. to. If rows have several runs, there is a launch for each, ascending. Between launches, rows
 // are in `before`.
-// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16; sequences (s, 4), tiles (tiles, 2) i32: sequence, first row;
-// blocks u32: pages of all sequences, one after the other
+// q, o (t, h, E) bf16; keys, values (pages, g, PAGE, E) bf16, or of paged_prefill_codes_E as kv_append_codes has them;
+// sequences (s, 4), tiles (tiles, 2) i32: sequence, first row; blocks u32: pages of all sequences, one after the other
 // grid (tiles, g), block 128: 128 rows (E = 256: 64), which share the copies from the cache. While scores are computed
 // values are copied, and the other way round.
 // before (t, h, E + 8) f32: columns, maximum, sum; unread if no row has keys of two runs
@@ -115,7 +115,7 @@ DEVICE bool end_run(float (&o)[M][E / 8][4], Running (&row)[M], const Work& work
     return is_last;
 }
 
-template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float* before) {
+template <int E, class T> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float* before) {
     DYNAMIC_SHARED(shared);
     constexpr int KEYS = Block<E>::KEYS, M = Rows<E>::M, N = KEYS / 8;
     bf16 *keys = (bf16*)shared, *values = keys + KEYS * Tile<E>::STRIDE;
@@ -124,7 +124,7 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
     Work work = work_of<E>(paged, blockIdx.x, Rows<E>::BLOCK_ROWS);
     if (work.first < from) work.first = from;
     if (work.end > to) work.end = to;
-    const Head head = head_of<E>(paged, work);
+    const Head head = head_of<E, T>(paged, work);
     Reach seen = reach(work, base, Rows<E>::WARP_ROWS);
     for (int i = lane_id(); i < Rows<E>::WARP_ROWS * (E / 8); i += WARP) {
         int row = i / (E / 8), column = i % (E / 8) * 8;
@@ -135,20 +135,22 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
 #pragma unroll
     for (int m = 0; m < M; m++) row[m] = running();
     u32 pages = pages_of(head, work.first, work.end);
-    load_tile<E, KEYS>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
+    load_tile<E, KEYS, T>(keys, paged.keys, paged.kv_heads, head, pages, work.first, work.end);
     copy_commit();
     for (int first = work.first; first < work.end; first += KEYS) {
         bool any = first < seen.bottom && seen.top - paged.window < first + KEYS;
         copy_wait<0>();
+        expand_tile<E, KEYS, T>(keys);
         SYNC_BLOCK();  // the keys are there, and nobody reads the values
-        load_tile<E, KEYS>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
+        load_tile<E, KEYS, T>(values, paged.values, paged.kv_heads, head, pages, first, work.end);
         copy_commit();
         pages = pages_of(head, first + KEYS, work.end);
         float s[M][N][4];
         if (any) scores<E>(s, q, keys);
         copy_wait<0>();
+        expand_tile<E, KEYS, T>(values);
         SYNC_BLOCK();  // the values are there, and nobody reads the keys
-        load_tile<E, KEYS>(keys, paged.keys, paged.kv_heads, head, pages, first + KEYS, work.end);
+        load_tile<E, KEYS, T>(keys, paged.keys, paged.kv_heads, head, pages, first + KEYS, work.end);
         copy_commit();
         if (!any) continue;
         u32 p[M][N / 2][4];
@@ -191,9 +193,15 @@ template <int E> DEVICE void prefill(const Paged& paged, i32 from, i32 to, float
 
 #define PREFILL_PARAMETERS PAGED_PARAMETERS, i32 from, i32 to, float *before
 
-KERNEL __launch_bounds__(128, 3) paged_prefill_32(PREFILL_PARAMETERS) { prefill<32>(PAGED, from, to, before); }
-KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) { prefill<64>(PAGED, from, to, before); }
-KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) { prefill<80>(PAGED, from, to, before); }
-KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) { prefill<96>(PAGED, from, to, before); }
-KERNEL __launch_bounds__(128, 2) paged_prefill_128(PREFILL_PARAMETERS) { prefill<128>(PAGED, from, to, before); }
-KERNEL __launch_bounds__(128, 2) paged_prefill_256(PREFILL_PARAMETERS) { prefill<256>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 3) paged_prefill_32(PREFILL_PARAMETERS) { prefill<32, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_64(PREFILL_PARAMETERS) { prefill<64, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_80(PREFILL_PARAMETERS) { prefill<80, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_96(PREFILL_PARAMETERS) { prefill<96, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_128(PREFILL_PARAMETERS) { prefill<128, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_256(PREFILL_PARAMETERS) { prefill<256, bf16>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 3) paged_prefill_codes_32(PREFILL_PARAMETERS) { prefill<32, u8>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_codes_64(PREFILL_PARAMETERS) { prefill<64, u8>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_codes_80(PREFILL_PARAMETERS) { prefill<80, u8>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_codes_96(PREFILL_PARAMETERS) { prefill<96, u8>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_codes_128(PREFILL_PARAMETERS) { prefill<128, u8>(PAGED, from, to, before); }
+KERNEL __launch_bounds__(128, 2) paged_prefill_codes_256(PREFILL_PARAMETERS) { prefill<256, u8>(PAGED, from, to, before); }

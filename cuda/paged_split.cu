@@ -36,20 +36,21 @@ DEVICE Scratch scratch_of(float* scores, float* max, float* parts, i32 rows_max,
     return Scratch{scores + rows * stride, max + at * (stride / keys) * 16, stride, parts + rows * runs * (dim + 8), rows_max};
 }
 
-template <int E>
+template <int E, class T>
 DEVICE void split_scores(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch, i32) {
     constexpr int KEYS = Block<E>::KEYS, N = KEYS / 8;
     bf16* keys = (bf16*)shared;
     int lane = lane_id(), r = lane / 4, start = blockIdx.x * BLOCKS * KEYS;
     if (work.first + start >= work.end) return;
-    const Head head = head_of<E>(paged, work);
+    const Head head = head_of<E, T>(paged, work);
     const u32 pages = pages_of(head, work.first + start, work.end);
-    load_tile<E, BLOCKS * KEYS>(keys, paged.keys, paged.kv_heads, head, pages, work.first + start, work.end);
+    load_tile<E, BLOCKS * KEYS, T>(keys, paged.keys, paged.kv_heads, head, pages, work.first + start, work.end);
     copy_commit();
     KeyRange seen = key_range(work, r);
     u32 q[E / 16][4];
     load_queries<E>(q, paged, work, r);
     copy_wait<0>();
+    expand_tile<E, BLOCKS * KEYS, T>(keys);
     SYNC_BLOCK();
     int block = blockIdx.x * BLOCKS + warp_id();
     float s[N][4], max[2];
@@ -75,6 +76,9 @@ template <int E> struct Columns {
     static constexpr int ROWS = BLOCKS * Block<E>::KEYS;
     // Values of one stage.
     static constexpr int TILE = ROWS * STRIDE;
+    // Rows that all threads copy at once.
+    static constexpr int STEP = 2 * THREADS / CHUNKS;
+    static_assert(ROWS % STEP == 0, "whole rounds of all threads");
 };
 
 // The buffers from the warps that compute probabilities to the warps that add values: two, used alternately.
@@ -85,18 +89,33 @@ struct Handed {
 };
 
 // Starts copies of some columns of a stage of values; `head` begins at the first of them, `pages` are those of the stage.
-template <int E>
-DEVICE void load_columns(bf16* tile, const bf16* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
+template <int E, class T>
+DEVICE void load_columns(bf16* tile, const void* cache, u32 kv_heads, const Head& head, u32 pages, int first, int end) {
     using C = Columns<E>;
-    constexpr int STEP = 2 * THREADS / C::CHUNKS;
-    static_assert(C::ROWS % STEP == 0, "whole rounds of all threads");
+    constexpr int STEP = C::STEP;
     const int own = threadIdx.x / C::CHUNKS, chunk = threadIdx.x % C::CHUNKS;
 #pragma unroll
     for (int i = 0; i < C::ROWS; i += STEP) {
         const int row = own + i;
-        const u64 page = start_of<E>(shuffle(pages, row / PAGE), kv_heads);
-        const bf16* from = cache + (page + (head.offset + row % PAGE * E + chunk * 8));
-        copy_async(tile + row * C::STRIDE + chunk * 8, from, first + row < end);
+        const u64 page = start_of<E, T>(shuffle(pages, row / PAGE), kv_heads);
+        const T* from = (const T*)cache + (page + (head.offset + row % PAGE * E + chunk * 8));
+        if constexpr (PageHead<E, T>::IS_CODES) {
+            u8* line = (u8*)(tile + row * C::STRIDE);
+            copy_async<8>(line + Landing<C::COUNT>::CODES + chunk * 8, from, first + row < end);
+            const u32 power = head.offset - blockIdx.x * C::COUNT + PAGE * E + row % PAGE / 4 * 4;
+            const T* powers = (const T*)cache + (page + power);
+            if (chunk == 0) copy_async<4>(line + Landing<C::COUNT>::POWER, powers, first + row < end);
+        } else {
+            copy_async(tile + row * C::STRIDE + chunk * 8, from, first + row < end);
+        }
+    }
+}
+
+// Turns codes that have landed in some columns of a stage into bf16, before the barrier after which others read them.
+template <int E, class T> DEVICE void expand_columns(bf16* tile) {
+    using C = Columns<E>;
+    if constexpr (PageHead<E, T>::IS_CODES) {
+        expand<C::COUNT, C::STRIDE, C::ROWS, C::STEP>(tile, threadIdx.x / C::CHUNKS, threadIdx.x % C::CHUNKS);
     }
 }
 
@@ -191,13 +210,13 @@ DEVICE void leave_part(const Scratch& scratch, const Work& work, i32 run, int co
 }
 
 // Four warps add a stage of values while four others compute the probabilities of the next one.
-template <int E>
+template <int E, class T>
 DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const Scratch& scratch, i32 run) {
     using C = Columns<E>;
     constexpr int N = Block<E>::KEYS / 8;
     bf16* values = (bf16*)shared;
     Handed* handed = (Handed*)(values + 3 * C::TILE);
-    Head head = head_of<E>(paged, work);
+    Head head = head_of<E, T>(paged, work);
     // The keys of this run, and its first stage among those of the tile.
     const int from = work.first / RUN * RUN + run * RUN;
     const int first = work.first > from ? work.first : from, end = work.end < from + RUN ? work.end : from + RUN;
@@ -210,12 +229,12 @@ DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const
     float o[4] = {}, s[N][4], max[BLOCKS][2];
     if (makes) load_scores(s, max, scratch, work.rows, before);
     u32 pages = pages_of(head, first, end);
-    load_columns<E>(values, paged.values, paged.kv_heads, head, pages, first, end);
+    load_columns<E, T>(values, paged.values, paged.kv_heads, head, pages, first, end);
     copy_commit();
     pages = pages_of(head, first + C::ROWS, end);
     for (int stage = 0; stage <= stages; stage++) {
         int next = stage + 1;
-        load_columns<E>(values + next % 3 * C::TILE, paged.values, paged.kv_heads, head, pages, first + next * C::ROWS, end);
+        load_columns<E, T>(values + next % 3 * C::TILE, paged.values, paged.kv_heads, head, pages, first + next * C::ROWS, end);
         copy_commit();
         pages = pages_of(head, first + (next + 1) * C::ROWS, end);
         if (makes && stage < stages) {
@@ -224,6 +243,7 @@ DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const
         }
         if (adds && stage > 0) take_over<E>(handed + (stage + 1) % 2, row, o, values + (stage + 2) % 3 * C::TILE);
         copy_wait<1>();
+        expand_columns<E, T>(values + stage % 3 * C::TILE);
         SYNC_BLOCK();  // this stage's probabilities and values are there, and nobody reads the one before
     }
     const bool is_alone = work.first >= from && work.end <= from + RUN;
@@ -237,38 +257,50 @@ DEVICE void split_values(u8* shared, const Paged& paged, const Work& work, const
 
 #define SPLIT_PARAMETERS                                                                                              \
     PAGED_PARAMETERS, float *scores, float *max, float *parts, i32 rows_max, u64 stride, i32 runs
-#define SPLIT_BODY(E, runs_of_grid, half)                                                                               \
+#define SPLIT_BODY(E, T, runs_of_grid, half)                                                                               \
     {                                                                                                                   \
         DYNAMIC_SHARED(shared);                                                                                         \
         Paged paged = PAGED;                                                                                            \
         const i32 tile = blockIdx.z / runs_of_grid, run = blockIdx.z % runs_of_grid;                                    \
         Work work = work_of<E, BLOCKS * Block<E>::KEYS>(paged, tile, 16);                                               \
-        half<E>(shared, paged, work, scratch_of(scores, max, parts, rows_max, stride, runs, tile, E, Block<E>::KEYS), run); \
+        half<E, T>(shared, paged, work, scratch_of(scores, max, parts, rows_max, stride, runs, tile, E, Block<E>::KEYS), run); \
     }
 
 // paged_scores_E  scores of decoding tiles for four blocks of keys, masked, and the largest of each block
-// as paged_decode_E; scores (tiles, g, rows_max, stride), max (tiles, g, stride / KEYS, 16) f32
+// as paged_decode_E and paged_decode_codes_E; scores (tiles, g, rows_max, stride), max (tiles, g, stride / KEYS, 16) f32
 // grid (stages of the longest tile, g, tiles), block 128; a block of keys a warp
 // needs sm_80, four blocks of keys of dynamic shared memory
-// roofline 2 E g bytes a key, and 4 h of scores
-KERNEL __launch_bounds__(128) paged_scores_32(SPLIT_PARAMETERS) SPLIT_BODY(32, 1, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_64(SPLIT_PARAMETERS) SPLIT_BODY(64, 1, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_80(SPLIT_PARAMETERS) SPLIT_BODY(80, 1, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_96(SPLIT_PARAMETERS) SPLIT_BODY(96, 1, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_128(SPLIT_PARAMETERS) SPLIT_BODY(128, 1, split_scores)
-KERNEL __launch_bounds__(128) paged_scores_256(SPLIT_PARAMETERS) SPLIT_BODY(256, 1, split_scores)
+// roofline 2 E g bytes a key, in 8 bits (E + 1) g, and 4 h of scores
+KERNEL __launch_bounds__(128) paged_scores_32(SPLIT_PARAMETERS) SPLIT_BODY(32, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_64(SPLIT_PARAMETERS) SPLIT_BODY(64, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_80(SPLIT_PARAMETERS) SPLIT_BODY(80, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_96(SPLIT_PARAMETERS) SPLIT_BODY(96, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_128(SPLIT_PARAMETERS) SPLIT_BODY(128, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_256(SPLIT_PARAMETERS) SPLIT_BODY(256, bf16, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_32(SPLIT_PARAMETERS) SPLIT_BODY(32, u8, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_64(SPLIT_PARAMETERS) SPLIT_BODY(64, u8, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_80(SPLIT_PARAMETERS) SPLIT_BODY(80, u8, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_96(SPLIT_PARAMETERS) SPLIT_BODY(96, u8, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_128(SPLIT_PARAMETERS) SPLIT_BODY(128, u8, 1, split_scores)
+KERNEL __launch_bounds__(128) paged_scores_codes_256(SPLIT_PARAMETERS) SPLIT_BODY(256, u8, 1, split_scores)
 
 // paged_values_E  o = softmax(scores) v for some columns of decoding tiles, in the order of paged_decode_E
-// as paged_scores_E, which comes before; parts (tiles, g, runs, rows_max, E + 8) f32: rows that see several runs end there
+// as paged_scores_E or paged_scores_codes_E, which comes before; parts (tiles, g, runs, rows_max, E + 8) f32: rows that see several runs end there
 // grid (E / columns, g, tiles x runs), block 256; eight columns a warp, 32 a block, for E = 80 16
 // needs sm_80, three stages of the columns of values and what the warps hand over of dynamic shared memory
-// roofline 2 E g bytes a key, and 4 h of scores for each block of columns; a chain of KEYS / 16 mma a block of keys
-KERNEL __launch_bounds__(256) paged_values_32(SPLIT_PARAMETERS) SPLIT_BODY(32, runs, split_values)
-KERNEL __launch_bounds__(256) paged_values_64(SPLIT_PARAMETERS) SPLIT_BODY(64, runs, split_values)
-KERNEL __launch_bounds__(256) paged_values_80(SPLIT_PARAMETERS) SPLIT_BODY(80, runs, split_values)
-KERNEL __launch_bounds__(256) paged_values_96(SPLIT_PARAMETERS) SPLIT_BODY(96, runs, split_values)
-KERNEL __launch_bounds__(256) paged_values_128(SPLIT_PARAMETERS) SPLIT_BODY(128, runs, split_values)
-KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256, runs, split_values)
+// roofline 2 E g bytes a key, in 8 bits (E + 1) g, and 4 h of scores for each block of columns; a chain of KEYS / 16 mma a block of keys
+KERNEL __launch_bounds__(256) paged_values_32(SPLIT_PARAMETERS) SPLIT_BODY(32, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_64(SPLIT_PARAMETERS) SPLIT_BODY(64, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_80(SPLIT_PARAMETERS) SPLIT_BODY(80, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_96(SPLIT_PARAMETERS) SPLIT_BODY(96, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_128(SPLIT_PARAMETERS) SPLIT_BODY(128, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_256(SPLIT_PARAMETERS) SPLIT_BODY(256, bf16, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_32(SPLIT_PARAMETERS) SPLIT_BODY(32, u8, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_64(SPLIT_PARAMETERS) SPLIT_BODY(64, u8, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_80(SPLIT_PARAMETERS) SPLIT_BODY(80, u8, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_96(SPLIT_PARAMETERS) SPLIT_BODY(96, u8, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_128(SPLIT_PARAMETERS) SPLIT_BODY(128, u8, runs, split_values)
+KERNEL __launch_bounds__(256) paged_values_codes_256(SPLIT_PARAMETERS) SPLIT_BODY(256, u8, runs, split_values)
 
 // Columns of a row that a thread of paged_join computes, and runs that it reads at once.
 #define JOINED 4

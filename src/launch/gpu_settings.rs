@@ -3,7 +3,6 @@
 use crate::config::Config;
 use crate::config::job::DeviceName;
 use crate::config::model::DTypeName;
-use crate::dtype::KvDtype;
 use crate::error::{Error, Result};
 
 /// Rejects settings that GPUs do not support yet, if the job asks for GPUs.
@@ -18,11 +17,6 @@ pub(super) fn check_settings(Config { model, rollout, .. }: &Config) -> Result<(
             model.dtype == DTypeName::F32,
             "model.dtype = \"f32\": they hold weights and activations in bf16",
             "set model.dtype = \"bf16\", or job.device = \"cpu\"",
-        ),
-        (
-            rollout.kv_dtype == KvDtype::Fp8,
-            "rollout.kv_dtype = \"fp8\": no kernel reads keys and values in 8 bits yet",
-            "set rollout.kv_dtype = \"model\", or job.device = \"cpu\"",
         ),
         (
             rollout.keep_sampling_mask,

@@ -171,13 +171,13 @@ pub fn backward_packed(
 }
 
 /// Rounds keys or values to the precision of the KV cache for weights of `dtype`, so that training and sampling see the
-/// same. Gradients pass as if they were not rounded. On GPUs they are always bf16.
+/// same. Gradients pass as if they were not rounded. On GPUs they are bf16 before.
 pub fn round_as_cached(x: &mut Tensor, dtype: DType, shape: &AttentionShape) {
     match (x.device(), shape.kv, dtype) {
         (Device::Cpu, KvDtype::Fp8, _) => cpu::kv_codes::round(x.data_mut(), shape.head_dim),
         (Device::Cpu, KvDtype::Model, DType::Bf16) => cpu::copy::round_to_bf16(x.data_mut()),
         (Device::Cpu, KvDtype::Model, DType::F32) | (Device::Cuda, KvDtype::Model, _) => {}
-        (Device::Cuda, KvDtype::Fp8, _) => panic!("no GPU kernel rounds keys to 8 bits"),
+        (Device::Cuda, KvDtype::Fp8, _) => cuda::kv_cache::round(x.cuda_mut(), shape.head_dim),
     }
 }
 
@@ -187,7 +187,7 @@ pub enum KvLayer {
     /// Keys and values in the dtype of weights. Keys of a page are transposed, [g][e][PAGE]; values are [g][PAGE][e]. If
     /// values are keys, there are no keys. In 8 bits, PAGE powers follow each head, and four bytes are a number of f32.
     Cpu { keys: Flat, values: Flat },
-    /// bf16.
+    /// bf16, or the same 8 bits.
     Cuda(KvPages),
 }
 
@@ -204,10 +204,7 @@ impl KvLayer {
                 };
                 Self::Cpu { keys: zeros(if shape.values_are_keys { 0 } else { pages }), values: zeros(pages) }
             }
-            Device::Cuda => {
-                assert!(shape.kv == KvDtype::Model, "no GPU kernel has keys in 8 bits");
-                Self::Cuda(KvPages::new(pages, shape))
-            }
+            Device::Cuda => Self::Cuda(KvPages::new(pages, shape)),
         }
     }
 
@@ -370,6 +367,11 @@ pub fn kv_append(
                     cpu::attention::kv_append([keys.f32(), values.f32()], new, sequences, shape);
                 }
             }
+        }
+        KvLayer::Cuda(pages) if shape.kv == KvDtype::Fp8 => {
+            rope::forward(q, k, positions, rope);
+            let v = v.expect("no GPU kernel has values that are keys");
+            cuda::kv_cache::append_codes(pages, [k.cuda(), v.cuda()], &paged.cuda(shape));
         }
         KvLayer::Cuda(pages) => {
             let angles = rope.angles_at(positions);

@@ -19,6 +19,8 @@ pub struct Case {
     pub q: Vec<f32>,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
+    /// k and v before they are rounded to the dtype of a cache, in bf16.
+    pub new: [Vec<f32>; 2],
     on_gpu: [Memory; 3],
 }
 
@@ -56,9 +58,15 @@ impl Case {
     }
 
     pub fn with_values(values: [Vec<f32>; 3], shape: AttentionShape) -> Self {
-        let on_gpu = values.each_ref().map(|x| Memory::from_values(&bf16(x)));
-        let [q, k, v] = values.map(|x| rounded(&x));
-        Self { shape, q, k, v, on_gpu }
+        let [q, mut k, mut v] = values.map(|x| rounded(&x));
+        let new = [k.clone(), v.clone()];
+        if shape.kv == KvDtype::Fp8 {
+            for x in [&mut k, &mut v] {
+                cpu::kv_codes::round(x, shape.head_dim);
+            }
+        }
+        let on_gpu = [&q, &k, &v].map(|x| Memory::from_values(&bf16(x)));
+        Self { shape, q, k, v, new, on_gpu }
     }
 
     /// The values of a row of q, and of k and v.

@@ -45,6 +45,7 @@ mod run_host;
 mod run_layouts;
 mod run_loss;
 mod run_memory;
+mod run_rounded;
 mod run_start;
 mod run_trace;
 mod run_turns;

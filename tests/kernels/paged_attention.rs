@@ -1,6 +1,7 @@
 //! Attention over the paged cache compared with training's: a token has the same bits on every path.
 
 pub mod batch;
+mod codes;
 mod runs;
 
 use crate::{device, in_every_order, numbers, refused};

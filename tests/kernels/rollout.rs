@@ -7,6 +7,7 @@ use rlhf_hpc::comm::Axes;
 use rlhf_hpc::config::rollout::RolloutConfig;
 use rlhf_hpc::device::Device;
 use rlhf_hpc::device::cuda::pool::Usage;
+use rlhf_hpc::dtype::KvDtype;
 use rlhf_hpc::error::Result;
 use rlhf_hpc::experience::{Finish, Prompt, Response};
 use rlhf_hpc::model::{Arch, Head, Mixer, TensorPart, Transformer, Weights, init};
@@ -176,13 +177,41 @@ fn pages_of_windows_are_used_again_while_graphs_run_and_no_bit_changes() {
         let requests: Vec<Request> = plain(12, |i| if i < 9 { 2 } else { 75 });
         let [outcome, _] = both(&tiny.config(4, 5, true), &tiny, &requests, None);
         assert!(outcome.graph_steps > 70, "{windows:?}: {} of {}", outcome.graph_steps, outcome.forwards);
-        let prompts: Vec<Prompt> =
-            requests.iter().map(|r| Prompt { tokens: r.tokens.to_vec(), ..Prompt::default() }).collect();
-        let mut responses = outcome.complete().expect("all of them");
-        responses.iter_mut().enumerate().for_each(|(i, response)| response.prompt = i);
-        let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &responses, 1.0);
-        assert_eq!(recorded, trained, "{windows:?}");
+        assert_training_bits(&tiny, &requests, outcome, &format!("{windows:?}"));
     }
+}
+
+/// Asserts that a training forward has the log-probabilities of the responses.
+fn assert_training_bits(tiny: &Part, requests: &[Request], outcome: Outcome, what: &str) {
+    let prompts: Vec<Prompt> =
+        requests.iter().map(|r| Prompt { tokens: r.tokens.to_vec(), ..Prompt::default() }).collect();
+    let mut responses = outcome.complete().expect("all of them");
+    responses.iter_mut().enumerate().for_each(|(i, response)| response.prompt = i);
+    let [recorded, trained] = recorded_and_trained(&tiny.transformer, &tiny.weights, &prompts, &responses, 1.0);
+    assert_eq!(recorded, trained, "{what}");
+}
+
+#[test]
+fn keys_in_8_bits_are_those_of_training_in_graphs_with_shared_prompts_and_after_preemption() {
+    let (_gpu, _one) = device();
+    let length = |i: usize| if i < 9 { 2 } else { 45 };
+    let of = |i| Request { new_tokens_min: length(i), params: SampleParams::plain(1.0), ..request(i, length(i)) };
+    let requests: Vec<Request> = (0..13).map(of).collect();
+    for (i, arch) in [llama(), qwen3(), gemma2(), gated(3), hybrid(3)].into_iter().enumerate() {
+        let exact = tiny(&arch);
+        let rounded = tiny(&arch.with_keys_in(KvDtype::Fp8));
+        let [outcome, _] = both(&rounded.config(4, 7, true), &rounded, &requests, None);
+        assert!(outcome.graph_steps > 20 && (i > 0 || outcome.preemptions > 0), "{} preemptions", outcome.preemptions);
+        let logprobs = |outcome: &Outcome| -> Vec<f32> {
+            outcome.responses.iter().flatten().flat_map(|response| response.logprobs.clone()).collect()
+        };
+        let others = exact.run(&mut exact.engine(4, true), &requests);
+        assert!(logprobs(&outcome) != logprobs(&others), "keys are rounded");
+        assert_training_bits(&rounded, &requests, outcome, &format!("model {i}"));
+    }
+    // 65 bytes for a head of 64 values of 2 bytes.
+    let bytes = |arch: Arch| tiny(&arch).transformer.kv_page_bytes(DType::Bf16)[0];
+    assert_eq!(bytes(llama().with_keys_in(KvDtype::Fp8)) * 128, bytes(llama()) * 65);
 }
 
 #[test]

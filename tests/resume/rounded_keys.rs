@@ -113,9 +113,3 @@ fn a_plan_has_a_quarter_of_the_cache_of_f32_and_a_power_for_each_head() {
     // 9 bytes for a head of 8 values of 4 bytes.
     assert_eq!(bytes("fp8") * 32, bytes("auto") * 9);
 }
-
-#[test]
-fn a_job_on_gpus_is_rejected_with_the_key_and_a_hint() {
-    let refused = job("gpu", "job.device=gpu").run();
-    refused.refused(2, &["GPUs do not support rollout.kv_dtype = \"fp8\"", "set rollout.kv_dtype = \"model\""]);
-}

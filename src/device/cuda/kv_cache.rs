@@ -6,7 +6,7 @@ use super::memory::{Memory, View, ViewMut};
 use super::rope;
 use super::shape::{THREADS, check_aligned, count, grid_of, kernel_of, to_i32};
 use crate::device::cpu::attention::{AttentionShape, PAGE, PagedSequence};
-use crate::dtype::DType;
+use crate::dtype::{DType, KvDtype};
 use bytemuck::Pod;
 use std::cmp::Reverse;
 use std::sync::{Arc, Mutex};
@@ -24,14 +24,14 @@ const DECODE_ROWS: usize = 16;
 
 const _: () = assert!(PAGE == 32, "cuda/paged.cuh has pages of 32 tokens");
 
-/// Keys and values of one layer in bf16: pages of `PAGE` tokens, [g][PAGE][e].
+/// Keys and values of one layer in bf16: pages of `PAGE` tokens, [g][PAGE][e]. In 8 bits, `PAGE` powers follow each head,
+/// as on a CPU (`device::cpu::kv_codes`).
 #[derive(Debug)]
 pub struct KvPages {
     pub(super) keys: Memory,
     pub(super) values: Memory,
     pub(super) pages: usize,
-    pub(super) kv_heads: usize,
-    pub(super) head_dim: usize,
+    pub(super) kv: KvDtype,
 }
 
 /// Rows of a sequence under one key/value head, computed together.
@@ -95,9 +95,9 @@ impl KvPages {
             "kv_cache: the head dim must be a multiple of 8 (got {})",
             shape.head_dim
         );
-        let bytes = pages * shape.kv_heads * PAGE * shape.head_dim * DType::Bf16.bytes();
+        let bytes = pages * PAGE * shape.cached_bytes(DType::Bf16.bytes()) / 2;
         let (keys, values) = (Memory::zeros(bytes), Memory::zeros(bytes));
-        Self { keys, values, pages, kv_heads: shape.kv_heads, head_dim: shape.head_dim }
+        Self { keys, values, pages, kv: shape.kv }
     }
 
     pub fn pages(&self) -> usize {
@@ -109,12 +109,12 @@ impl KvPages {
         self.keys.bytes() + self.values.bytes()
     }
 
-    /// Values of a page of keys, or of values.
+    /// The length of a page of keys, or of values, in units of two bytes.
     pub fn page_len(&self) -> usize {
-        self.kv_heads * PAGE * self.head_dim
+        self.keys.bytes() / self.pages.max(1) / DType::Bf16.bytes()
     }
 
-    /// Pages of keys, one after the other.
+    /// Pages of keys, one after the other; codes in pairs.
     pub fn keys(&self) -> View<'_> {
         self.keys.view(DType::Bf16)
     }
@@ -241,6 +241,7 @@ pub fn kv_append(
     const OP: &str = "kv_append";
     let AttentionShape { heads, kv_heads, head_dim: e, .. } = table.shape;
     let rows = table.rows;
+    assert!(cache.kv == KvDtype::Model, "{OP}: the cache is in 8 bits");
     if rows == 0 {
         return;
     }
@@ -252,6 +253,44 @@ pub fn kv_append(
     let args = [&values[..], &[cache.keys.arg_mut(), cache.values.arg_mut()], &tables, &sizes].concat();
     let threads = rows * (heads + 2 * kv_heads).div_ceil(rope::HEADS) * (e / 16);
     gpu().launch(OP, grid_of(OP, threads), THREADS, 0, &args);
+}
+
+/// Threads of a head whose values are rounded, eight each: a power of two, so that a head is in one warp.
+fn head_threads(op: &str, head_dim: usize) -> usize {
+    assert!(
+        head_dim.is_multiple_of(8) && (8..=256).contains(&head_dim),
+        "{op}: the head dim must be a multiple of 8 up to 256 (got {head_dim})"
+    );
+    (head_dim / 8).next_power_of_two()
+}
+
+/// Stores the rows of k and v (t, g*e) in 8 bits after the cached tokens of their sequences. k has been rotated.
+pub fn append_codes(cache: &mut KvPages, [k, v]: [View; 2], table: &SequenceTable) {
+    const OP: &str = "kv_append_codes";
+    let AttentionShape { kv_heads, head_dim: e, .. } = table.shape;
+    let (rows, wide) = (table.rows, head_threads(OP, e));
+    assert!(cache.kv == KvDtype::Fp8, "{OP}: the cache is in bf16");
+    if rows == 0 {
+        return;
+    }
+    let values = [k.arg(DType::Bf16), v.arg(DType::Bf16)];
+    check_aligned(OP, &values);
+    let to = [cache.keys.arg_mut(), cache.values.arg_mut(), table.slots.arg()];
+    let args = [&values[..], &to, &[rows, kv_heads, e, wide].map(|n| count(OP, n))].concat();
+    gpu().launch(OP, grid_of(OP, 2 * rows * kv_heads * wide), THREADS, 0, &args);
+}
+
+/// x = the nearest values in 8 bits, for heads of `head_dim` values. `append_codes` stores the same.
+pub fn round(mut x: ViewMut, head_dim: usize) {
+    const OP: &str = "kv_round";
+    let (heads, wide) = (x.len() / head_dim, head_threads(OP, head_dim));
+    if heads == 0 {
+        return;
+    }
+    let values = x.arg(DType::Bf16);
+    check_aligned(OP, &[values]);
+    let [heads_arg, e, lanes] = [heads, head_dim, wide].map(|n| count(OP, n));
+    gpu().launch(OP, grid_of(OP, heads * wide), THREADS, 0, &[values, heads_arg, e, lanes]);
 }
 
 /// Copies page `from` to page `to`: a shared prefix whose last page will be written by several sequences.
@@ -267,7 +306,7 @@ pub fn copy_page(cache: &mut KvPages, from: u32, to: u32) {
 /// Blocks of keys per stage, if decoding is split.
 pub(super) const SPLIT_BLOCKS: usize = 4;
 
-/// The kernels of a head dim.
+/// The kernels of a head dim and a dtype of keys and values.
 pub(super) struct Kernels {
     pub decode: &'static str,
     pub prefill: &'static str,
@@ -281,12 +320,27 @@ pub(super) struct Kernels {
     pub columns: usize,
 }
 
-pub(super) fn kernels(head_dim: usize) -> Kernels {
+pub(super) fn kernels(shape: &AttentionShape) -> Kernels {
+    let head_dim = shape.head_dim;
+    let [decode, prefill, scores, values] = match shape.kv {
+        KvDtype::Model => [
+            kernel_of!("paged_decode_", head_dim),
+            kernel_of!("paged_prefill_", head_dim),
+            kernel_of!("paged_scores_", head_dim),
+            kernel_of!("paged_values_", head_dim),
+        ],
+        KvDtype::Fp8 => [
+            kernel_of!("paged_decode_codes_", head_dim),
+            kernel_of!("paged_prefill_codes_", head_dim),
+            kernel_of!("paged_scores_codes_", head_dim),
+            kernel_of!("paged_values_codes_", head_dim),
+        ],
+    };
     Kernels {
-        decode: kernel_of!("paged_decode_", head_dim),
-        prefill: kernel_of!("paged_prefill_", head_dim),
-        scores: kernel_of!("paged_scores_", head_dim),
-        values: kernel_of!("paged_values_", head_dim),
+        decode,
+        prefill,
+        scores,
+        values,
         keys: if head_dim <= 128 { 64 } else { 32 },
         blocks: if head_dim > 64 && head_dim <= 128 { 1 } else { 2 },
         columns: if head_dim == 80 { 16 } else { 32 },
@@ -309,7 +363,7 @@ pub(super) struct Split {
 impl Split {
     /// Memory for tiles of up to `rows` rows and up to `longest` keys.
     pub fn new(tiles: usize, rows: usize, longest: usize, shape: &AttentionShape) -> Self {
-        let stage = kernels(shape.head_dim).keys * SPLIT_BLOCKS;
+        let stage = kernels(shape).keys * SPLIT_BLOCKS;
         // Keys before the window are left out, up to the start of a stage; the rows of a tile are up to 16 tokens.
         let seen = shape.window.map_or(longest, |window| longest.min(window.saturating_add(2 * stage)));
         let runs = longest.div_ceil(RUN).min(seen.div_ceil(RUN) + 1);

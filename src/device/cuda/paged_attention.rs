@@ -18,7 +18,8 @@ const EXCHANGE_BYTES: usize = 64 + 256 + 2048;
 pub fn forward(q: View, cache: &KvPages, table: &SequenceTable, mut o: ViewMut) {
     const OP: &str = "paged_attention";
     let shape = &table.shape;
-    let (kernels, g, e) = (kernels(shape.head_dim), shape.kv_heads, shape.head_dim);
+    let (kernels, g, e) = (kernels(shape), shape.kv_heads, shape.head_dim);
+    assert!(cache.kv == shape.kv, "{OP}: the cache is in another dtype");
     let window = shape.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
     let mut args = |tiles: &Tiles| {
         [

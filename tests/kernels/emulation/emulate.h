@@ -60,7 +60,7 @@ u64 shuffle_xor_bits(u64 bits, int lanes);
 F4 mma_values(F4 d, U4 a, u64 b);
 U4 load_matrices_values(const void* row, bool transposed);
 
-void copy_async(void* to, const void* from, bool valid);
+void copy_async(void* to, const void* from, bool valid, size_t bytes);
 void copy_commit();
 void copy_wait(int pending);
 

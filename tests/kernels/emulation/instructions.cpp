@@ -108,14 +108,16 @@ template <bool TRANSPOSED> void load_run(State& s, int first, void* const* argum
 
 const Operation LOAD{"load_matrices", load_run<false>}, LOAD_TRANSPOSED{"load_matrices_transposed", load_run<true>};
 
+void put(const Copy& c) {
+    if (c.valid) std::memcpy(c.to, c.from, c.bytes);
+    else std::memset(c.to, 0, c.bytes);
+}
+
 void land(State& s, Fiber& f, size_t until) {
     for (size_t i = 0; i < until; i++) {
         const Copy& c = f.copies[i];
-        if (!s.lands_early()) {
-            if (c.valid) std::memcpy(c.to, c.from, 16);
-            else std::memset(c.to, 0, 16);
-        }
-        landed(c.to);
+        if (!s.lands_early()) put(c);
+        landed(c.to, c.bytes);
     }
     f.copies.erase(f.copies.begin(), f.copies.begin() + (ptrdiff_t)until);
 }
@@ -150,17 +152,14 @@ U4 load_matrices_values(const void* row, bool transposed) {
 }
 
 // The source is read when the copy completes: at once or as late as possible. Until then its target is pending.
-void copy_async(void* to, const void* from, bool valid) {
+void copy_async(void* to, const void* from, bool valid, size_t bytes) {
     const void* at = __builtin_return_address(0);
-    if ((uintptr_t)to % 16 || (uintptr_t)from % 16) fail(at, "copy_async: an address that is not aligned to 16 bytes");
+    if (((uintptr_t)to | (uintptr_t)from) % bytes) fail(at, "copy_async: an address that is not aligned to %zu bytes", bytes);
     State& s = *mine;
-    if (valid) touch_read(from, at);
-    touch_write(to, UNDER_WAY, at);
-    Copy copy{static_cast<u8*>(to), static_cast<const u8*>(from), valid};
-    if (s.lands_early()) {
-        if (valid) std::memcpy(copy.to, copy.from, 16);
-        else std::memset(copy.to, 0, 16);
-    }
+    if (valid) touch_read(from, bytes, at);
+    touch_write(to, bytes, UNDER_WAY, at);
+    Copy copy{static_cast<u8*>(to), static_cast<const u8*>(from), valid, bytes};
+    if (s.lands_early()) put(copy);
     s.fibers[s.current].copies.push_back(copy);
 }
 

@@ -224,13 +224,15 @@ INLINE void seen_write(State& s, const void* address, size_t bytes, Record kind,
 
 }  // namespace
 
-void touch_read(const void* row, const void* at) { seen_read(*mine, row, ROW, at); }
+void touch_read(const void* address, size_t bytes, const void* at) { seen_read(*mine, address, bytes, at); }
 
 void touch_atomic(const void* address, size_t bytes, const void* at) {
     find(*mine, "reads and writes", (u64)address, bytes, at);
 }
 
-void touch_write(const void* row, Record kind, const void* at) { seen_write(*mine, row, ROW, kind, at); }
+void touch_write(const void* address, size_t bytes, Record kind, const void* at) {
+    seen_write(*mine, address, bytes, kind, at);
+}
 
 void open_region(State& s) {
     s.region = &region();
@@ -263,11 +265,11 @@ void touch_together(const void* row) {
     }
 }
 
-void landed(void* row) {
+void landed(void* address, size_t bytes) {
     State& s = *mine;
-    Place p = find(s, "copies", (u64)row, ROW, nullptr);
+    Place p = find(s, "copies", (u64)address, bytes, nullptr);
     if (!is_order_checked) return;
-    for (size_t i = 0; i < ROW / 2; i++) store(p.writes + i, s.stamp(s.current));
+    for (size_t i = 0; i < bytes / 2; i++) store(p.writes + i, s.stamp(s.current));
 }
 
 }  // namespace emulated

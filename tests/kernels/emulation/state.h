@@ -12,7 +12,7 @@ constexpr int LANES = 32, THREADS_MAX = 1024, WARPS_MAX = THREADS_MAX / LANES;
 constexpr size_t SHARED_MAX = 227 << 10, SHARED_DECLARED_MAX = 48 << 10;
 // The arena of shared memory holds declared variables first, each apart from the next.
 constexpr size_t ARENA = 256 << 10, APART = 128;
-// Bytes that a thread copies at a time, and of a matrix row that a warp loads.
+// Bytes of a matrix row that a warp loads.
 constexpr size_t ROW = 16;
 constexpr size_t PAGE = 4096, STACK = 33 * PAGE, STACKS = THREADS_MAX * STACK;
 
@@ -37,6 +37,7 @@ struct Copy {
     u8* to;
     const u8* from;
     bool valid;
+    size_t bytes;
 };
 
 struct Fiber {
@@ -139,9 +140,9 @@ extern thread_local State* mine __attribute__((tls_model("initial-exec")));
 // Waits for the other lanes of the warp at `operation`; when it returns, the operation has run over all lanes' arguments.
 void meet(const Operation& operation, void* argument);
 
-// Checks an access of ROW bytes by the running fiber, and records it. `kind` is UNDER_WAY for the target of a copy.
-void touch_read(const void* row, const void* at);
-void touch_write(const void* row, Record kind, const void* at);
+// Checks an access by the running fiber, and records it. `kind` is UNDER_WAY for the target of a copy.
+void touch_read(const void* address, size_t bytes, const void* at);
+void touch_write(const void* address, size_t bytes, Record kind, const void* at);
 // Checks an access that cannot race.
 void touch_atomic(const void* address, size_t bytes, const void* at);
 // Whether another block's accesses between two of its barriers are known to be done.
@@ -149,7 +150,7 @@ bool ordered(const State& s, u32 serial, Record phase);
 // Checks a read by a whole warp.
 void touch_together(const void* row);
 // A pending copy has completed.
-void landed(void* row);
+void landed(void* address, size_t bytes);
 
 void open_region(State& s);
 void open_shared(State& s);

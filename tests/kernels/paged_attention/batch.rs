@@ -3,10 +3,10 @@
 use crate::attention_reference::{self, Case, ends, gathered};
 use crate::bf16;
 use rlhf_hpc::device::cpu::attention::{AttentionShape, PAGE, PagedSequence, Span};
-use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, kv_append};
+use rlhf_hpc::device::cuda::kv_cache::{KvPages, SequenceTable, append_codes, kv_append};
 use rlhf_hpc::device::cuda::rope::Table;
 use rlhf_hpc::device::cuda::{Memory, paged_attention};
-use rlhf_hpc::dtype::DType;
+use rlhf_hpc::dtype::{DType, KvDtype};
 
 pub fn shape(heads: usize, kv_heads: usize, head_dim: usize, window: Option<usize>) -> AttentionShape {
     // More than 1 / sqrt(head_dim), so that some keys count for much more than others.
@@ -24,6 +24,9 @@ fn sequences<'a>(chunks: &[(usize, usize)], tables: &'a [Vec<u32>]) -> Vec<Paged
 pub fn append(cache: &mut KvPages, k: &Memory, v: &Memory, sequences: &[PagedSequence], shape: &AttentionShape) {
     let AttentionShape { heads, head_dim: e, .. } = *shape;
     let rows: usize = sequences.iter().map(|sequence| sequence.tokens).sum();
+    if shape.kv == KvDtype::Fp8 {
+        return append_codes(cache, [k, v].map(|x| x.view(DType::Bf16)), &SequenceTable::new(sequences, shape));
+    }
     let [mut q, positions] = [2 * heads * e, 4].map(|bytes| Memory::zeros(bytes * rows));
     let angles = Table::new(e, &vec![1.0; e / 2], &vec![0.0; e / 2], &[]);
     let (q, kv, table) =
@@ -71,7 +74,7 @@ impl Batch {
 
     pub fn append_to(&self, cache: &mut KvPages, sequences: &[PagedSequence]) {
         let shape = &self.case.shape;
-        let [k, v] = [&self.case.k, &self.case.v].map(|x| self.rows(x, shape.kv_heads, sequences));
+        let [k, v] = self.case.new.each_ref().map(|x| self.rows(x, shape.kv_heads, sequences));
         append(cache, &k, &v, sequences, shape);
     }
 

@@ -19,11 +19,16 @@ const HEAD_DIM: usize = 128;
 /// Decoding shapes: the number of sequences, and the tokens that each already has.
 const DECODED: [(usize, usize); 7] =
     [(1, 4096), (1, 32768), (1, 131_072), (8, 8192), (64, 1024), (64, 4096), (256, 1024)];
+/// Shapes that are measured with keys and values in 8 bits, too.
+const DECODED_CODES: [(usize, usize); 2] = [(1, 32768), (64, 4096)];
 
 pub(super) fn run(bench: &Bench) {
     long(bench, HEAD_DIM);
     for (batch, past) in DECODED {
-        decode(bench, bench.pick(batch, batch.min(2)), bench.n(past));
+        decode(bench, bench.pick(batch, batch.min(2)), bench.n(past), KvDtype::Model);
+    }
+    for (batch, past) in DECODED_CODES {
+        decode(bench, bench.pick(batch, batch.min(2)), bench.n(past), KvDtype::Fp8);
     }
     for e in OTHER_HEAD_DIMS {
         long(bench, e);
@@ -106,11 +111,11 @@ fn ring_step(bench: &Bench) {
 }
 
 /// Attention of one token of each of `batch` sequences over a cache of `past` tokens each; several caches take turns.
-fn decode(bench: &Bench, batch: usize, past: usize) {
-    let (e, shape) = (HEAD_DIM, shape(bench, HEAD_DIM));
+fn decode(bench: &Bench, batch: usize, past: usize, kv: KvDtype) {
+    let (e, shape) = (HEAD_DIM, AttentionShape { kv, ..shape(bench, HEAD_DIM) });
     let (heads, width) = (shape.heads, shape.kv_heads * e);
-    let pages = (past + 1).div_ceil(PAGE);
-    let copies = bench.copies(4 * batch * pages * PAGE * width);
+    let (pages, token_bytes) = ((past + 1).div_ceil(PAGE), shape.cached_bytes(Bf16.bytes()));
+    let copies = bench.copies(batch * pages * PAGE * token_bytes);
     let mut cache = KvPages::new(copies * batch * pages, &shape);
     let [k, v] = [(); 2].map(|()| bench.random((past + 1) * width));
     let (mut q, angles) =
@@ -123,7 +128,11 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
                 (0..batch).map(|s| (first(s)..first(s) + pages).map(|page| page as u32).collect()).collect();
             for blocks in &blocks {
                 let all = SequenceTable::new(&[PagedSequence { past: 0, tokens: past + 1, blocks }], &shape);
-                kv_cache::kv_append(&mut cache, q.view_mut(Bf16), [k.view(Bf16), v.view(Bf16)], at, &all);
+                let new = [k.view(Bf16), v.view(Bf16)];
+                match kv {
+                    KvDtype::Model => kv_cache::kv_append(&mut cache, q.view_mut(Bf16), new, at, &all),
+                    KvDtype::Fp8 => kv_cache::append_codes(&mut cache, new, &all),
+                }
             }
             let last: Vec<PagedSequence> =
                 blocks.iter().map(|blocks| PagedSequence { past, tokens: 1, blocks }).collect();
@@ -132,9 +141,9 @@ fn decode(bench: &Bench, batch: usize, past: usize) {
         .collect();
     let (q, mut o) = (bench.random(batch * heads * e), Memory::scratch(2 * batch * heads * e));
     let keys = (batch * (past + 1)) as f64;
-    let cost = Work::from_bytes(4.0 * keys * width as f64, 4.0 * keys * (heads * e) as f64);
-    let mut turn = 0;
-    let work = format!("decode attention, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
+    let cost = Work::from_bytes(keys * token_bytes as f64, 4.0 * keys * (heads * e) as f64);
+    let (mut turn, what) = (0, if kv == KvDtype::Fp8 { " in 8 bits" } else { "" });
+    let work = format!("decode attention{what}, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
     bench.measure(&work, cost, Some(Target::Copy(0.85)), || {
         turn = (turn + 1) % copies;
         paged_attention::forward(q.view(Bf16), &cache, &tables[turn], o.view_mut(Bf16));
