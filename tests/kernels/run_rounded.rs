@@ -33,8 +33,12 @@ fn a_job_with_keys_in_8_bits_samples_as_it_trains_on_one_gpu_and_on_several() {
     assert_eq!(in_bf16, [None; 3], "no cache is in bf16");
     run(at, 2, "two", "job.collectives=nccl mesh.tensor=1 mesh.zero=1");
     assert_same(at, "two", "alone");
-    let tensor = run(at, 2, "tensor", "job.collectives=nccl mesh.tensor=2 gradient.order=fast");
-    assert_near("tensor", &tensor[..1], &alone[..1], &["entropy", "grad_norm_actor"], (0.05, 0.02));
+    for (name, mesh) in
+        [("tensor", "mesh.tensor=2"), ("joined", "mesh.tensor=2 rollout.tensor=1"), ("ring", "mesh.sequence=2")]
+    {
+        let sets = format!("job.collectives=nccl gradient.order=fast job.steps=1 {mesh}");
+        assert_near(name, &run(at, 2, name, &sets), &alone[..1], &["entropy", "grad_norm_actor"], (0.05, 0.1));
+    }
     let cpu = run(at, 1, "cpu", "job.device=cpu model.dtype=bf16");
     assert_near("cpu", &cpu[..1], &alone[..1], &["entropy"], (0.05, 0.02));
     let of_cpu = run(at, 1, "eval-cpu", &format!("job.device=cpu {EVAL}"));

@@ -104,6 +104,25 @@ fn the_json_output_agrees_with_the_table() {
 }
 
 #[test]
+fn keys_in_8_bits_need_half_of_the_cache_and_halve_the_bytes_of_attention_in_decoding() {
+    let fixture = fixture(&llama2_7b());
+    let [model, fp8] = ["model", "fp8"].map(|kv| {
+        let kv = format!("rollout.kv_dtype={kv}");
+        let ended = reference(&fixture, &[&NAMED[..], &["--json", &kv]].concat()).well();
+        let plan: Value = serde_json::from_str(&ended.stdout).expect("JSON");
+        let placed = &plan["chosen"]["placed"][0];
+        let parts = placed["parts"].as_array().expect("parts").iter();
+        let mut read = parts.filter(|part| part["stage"] == "decode" && part["name"] == "attention");
+        let read = read.next().and_then(|part| part["bytes"].as_f64()).unwrap_or_else(|| panic!("{}", placed["parts"]));
+        let cache = &placed["memory"]["kv_cache"];
+        (cache["token_bytes"].as_u64().expect("bytes"), cache["bytes"].as_u64().expect("bytes"), read)
+    });
+    // A byte for each value, and one for each head of 128 values.
+    assert_eq!((fp8.0 * 256, fp8.1 * 256), (model.0 * 129, model.1 * 129));
+    assert!((fp8.2 / model.2 - 129.0 / 256.0).abs() < 1e-3, "{} of {} bytes", fp8.2, model.2);
+}
+
+#[test]
 fn a_job_that_does_not_fit_exits_with_2_and_lists_layouts_that_fit() {
     let ended = reference(&fixture(&llama2_7b()), &["mesh.zero=0", "mesh.tensor=1"])
         .refused(2, &["the job does not fit 16 ranks of a800-80g"]);

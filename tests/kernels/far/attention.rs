@@ -79,7 +79,7 @@ fn attention_over_far_rows_and_keys_is_right_forward_and_backward() {
 /// Pages of 4096 values, on both sides of each bound.
 const PAGES: usize = (1 << 20) + 8;
 
-fn paged_shape() -> AttentionShape {
+fn paged_shape(kv: KvDtype) -> AttentionShape {
     AttentionShape {
         heads: 8,
         kv_heads: 2,
@@ -88,13 +88,13 @@ fn paged_shape() -> AttentionShape {
         scale: 0.2,
         softcap: None,
         values_are_keys: false,
-        kv: KvDtype::Model,
+        kv,
     }
 }
 
 /// The results of decoding, whole and split, and of prefill over the cached tokens of two sequences with these pages.
-fn cached(pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u16>> {
-    let shape = paged_shape();
+fn cached(kv: KvDtype, pages: usize, tables: [&[u32]; 2], pairs: &[(u32, u32)]) -> Vec<Vec<u16>> {
+    let shape = paged_shape(kv);
     let (of_q, of_k) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let lengths = tables.map(|table| table.len() * PAGE - 5);
     let mut cache = KvPages::new(pages, &shape);
@@ -139,7 +139,9 @@ fn far_pages_are_written_copied_and_attended_to() {
     let near: Vec<u32> = (0..far.len() as u32).collect();
     let near_pairs = [(place(pairs[0].0), near.len() as u32), (place(pairs[1].0), near.len() as u32 + 1)];
     assert!(far.iter().all(|page| *page < PAGES as u32 - 1) && far.len() > 136);
-    let of_far = cached(PAGES, [&far[..131], &far[131..]], &pairs);
-    let of_near = cached(near.len() + 2, [&near[..131], &near[131..]], &near_pairs);
-    assert!(of_far == of_near, "bits differ");
+    for kv in [KvDtype::Model, KvDtype::Fp8] {
+        let of_far = cached(kv, PAGES, [&far[..131], &far[131..]], &pairs);
+        let of_near = cached(kv, near.len() + 2, [&near[..131], &near[131..]], &near_pairs);
+        assert!(of_far == of_near, "{kv:?}: bits differ");
+    }
 }
