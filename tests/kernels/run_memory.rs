@@ -102,6 +102,7 @@ fn the_planned_memory_of_jobs_is_right_within_two_percent() {
     ];
     // Decoding by graphs uses more memory, which counts if the rollout has the peak.
     jobs.extend([true, false].map(|graphs| (1, "ppo.toml", format!("job.gemm=exact {MANY} rollout.graphs={graphs}"))));
+    jobs.push((1, "ppo.toml", format!("job.gemm=exact {MANY} rollout.kv_dtype=fp8")));
     jobs.extend((0..4).map(|zero| (2, "ppo.toml", format!("job.gemm=exact {two} mesh.zero={zero}"))));
     let mut beyond = Vec::new();
     let mut peaks = Vec::new();
@@ -123,6 +124,7 @@ fn the_planned_memory_of_jobs_is_right_within_two_percent() {
     }
     assert!(beyond.is_empty(), "{beyond:#?}");
     assert!(peaks[0] > peaks[1], "graphs keep something: {peaks:?}");
+    assert!(peaks[0] > peaks[2], "keys in 8 bits are smaller: {peaks:?}");
 }
 
 #[test]

@@ -142,7 +142,7 @@ fn decode(bench: &Bench, batch: usize, past: usize, kv: KvDtype) {
     let (q, mut o) = (bench.random(batch * heads * e), Memory::scratch(2 * batch * heads * e));
     let keys = (batch * (past + 1)) as f64;
     let cost = Work::from_bytes(keys * token_bytes as f64, 4.0 * keys * (heads * e) as f64);
-    let (mut turn, what) = (0, if kv == KvDtype::Fp8 { " in 8 bits" } else { "" });
+    let (mut turn, what) = (0, if kv == KvDtype::Fp8 { ", 8 bits" } else { "" });
     let work = format!("decode attention{what}, {batch} x {past} keys, {heads} heads over {}", shape.kv_heads);
     bench.measure(&work, cost, Some(Target::Copy(0.85)), || {
         turn = (turn + 1) % copies;
