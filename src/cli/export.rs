@@ -17,7 +17,7 @@ use crate::model::{Arch, Head, ParamTable, TensorPart, UnitValues};
 use crate::tensor::{DType, FLAT_ALIGN};
 use crate::text::Tokenizer;
 use crate::train::models::JobModel;
-use crate::train::{self, saved, supervised};
+use crate::train::{self, saved, state, supervised};
 use argh::{ArgsInfo, FromArgs};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -253,6 +253,9 @@ fn described(checkpoint: &Checkpoint, config: &Config, model: &JobModel) -> Resu
     let mut arch = model.arch.clone().ending_with(ends).asked_with(config.data.template_args());
     if train::models(config).first().is_some_and(|first| first.head == Head::Value) {
         arch.reward_mean_std = supervised::mean_std(&checkpoint.manifest.state["run"]["method"])?;
+    }
+    if checkpoint.manifest.state[state::IMAGES] == true {
+        arch.use_tower();
     }
     Ok(arch)
 }

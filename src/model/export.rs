@@ -169,8 +169,7 @@ impl Drop for Export {
 
 /// Whether an export has the model around the language model. A value model that reads text only goes without.
 fn keeps_wrapper(arch: &Arch, head: Head) -> bool {
-    let has_tower = arch.sight.as_ref().is_some_and(|sight| sight.is_used);
-    head == Head::LanguageModel || arch.family.is_inside() || has_tower
+    head == Head::LanguageModel || arch.family.is_inside() || arch.uses_tower()
 }
 
 /// A temporary directory next to `out`, for the new or the old export.

@@ -60,6 +60,11 @@ impl Arch {
         Self { sight: Some(Sight { spec: spec.clone(), trains: true, is_used: true }), ..self }
     }
 
+    /// Whether exports keep the tower.
+    pub fn uses_tower(&self) -> bool {
+        self.sight.as_ref().is_some_and(|sight| sight.is_used)
+    }
+
     /// Lets exports keep the tower, because rows have images.
     pub fn use_tower(&mut self) {
         if let Some(sight) = &mut self.sight {

@@ -41,6 +41,9 @@ pub struct State {
     pub inputs: Inputs,
 }
 
+/// The key of a manifest's state that says whether exports keep the tower, because rows have images.
+pub const IMAGES: &str = "images";
+
 /// Saves at the end of `state.step`, or within the next step if there is `work`. Also writes `ledger.json`. `learned`:
 /// names of all models that learn. `learners`: the ones on this rank.
 pub fn save(
@@ -85,6 +88,9 @@ pub fn save(
     let mut json = serde_json::json!({ "run": state, "roles": learned, "config": run.config.to_toml() });
     if let Some(gemm) = &run.gemm {
         json["gemm"] = serde_json::json!(gemm);
+    }
+    if learners.iter().any(|learner| learner.role.arch().uses_tower()) {
+        json[IMAGES] = true.into();
     }
     let manifest = Manifest::new(state.step, &run.ranks.layout().mesh, &run.config_hash, json);
     let keep = Keep { last: run.config.checkpoint.keep_last, best: state.best.step() };

@@ -70,6 +70,23 @@ impl Fixture {
         rows(&fs::read_to_string(self.dir.path().join(name)).unwrap())
     }
 
+    /// Rows of pairs and of completions, from those of `rows.jsonl`.
+    fn pairs(&self) {
+        let pairs = self.read("rows.jsonl").into_iter().map(|mut row| {
+            row["prompt"] = row["messages"].take();
+            row.as_object_mut().unwrap().remove("messages");
+            row["chosen"] = "one".into();
+            row["rejected"] = "two".into();
+            row["completion"] = "one".into();
+            row
+        });
+        self.rows("pairs.jsonl", &pairs.collect::<Vec<_>>());
+    }
+
+    fn json(&self, name: &str) -> Value {
+        serde_json::from_slice(&fs::read(self.dir.path().join(name)).unwrap()).unwrap()
+    }
+
     /// The lines of a job of a kind with its own table.
     fn job(&self, kind: &str, more: &str) {
         self.write("job.toml", JOB.replacen("[job]", &format!("[job]\nkind = \"{kind}\""), 1) + more);
@@ -79,15 +96,7 @@ impl Fixture {
 #[test]
 fn every_kind_of_job_reads_images_with_a_tower_that_is_frozen_or_trains() {
     let fixture = Fixture::new("qwen3_vl");
-    let pairs = fixture.read("rows.jsonl").into_iter().map(|mut row| {
-        row["prompt"] = row["messages"].take();
-        row.as_object_mut().unwrap().remove("messages");
-        row["chosen"] = "one".into();
-        row["rejected"] = "two".into();
-        row["completion"] = "one".into();
-        row
-    });
-    fixture.rows("pairs.jsonl", &pairs.collect::<Vec<_>>());
+    fixture.pairs();
     let pairs = "data.prompts=[\"pairs.jsonl\"]";
     let usual = ["data.prompts=[\"rows.jsonl\"]", "data.messages_key=messages"];
     let prompts = [pairs, "data.messages_key=prompt", "data.label_key="];
@@ -136,6 +145,22 @@ fn every_kind_of_job_reads_images_with_a_tower_that_is_frozen_or_trains() {
             assert_eq!(scored[0]["reward"], scored[4]["reward"], "the same image");
         }
     }
+}
+
+#[test]
+fn a_checkpoint_of_a_reward_model_that_saw_images_exports_what_its_run_exported() {
+    let fixture = Fixture::new("qwen3_5");
+    fixture.pairs();
+    let keys = ["data.prompts=[\"pairs.jsonl\"]", "data.messages_key=prompt", "data.label_key="];
+    fixture.job("reward_model", "[reward_model]\nminibatch_samples = 8\n");
+    run(fixture.dir.path(), &[&["run", "job.toml"][..], &keys].concat()).well();
+    run(fixture.dir.path(), &["export", "run", "--out", "again"]).well();
+    for file in fs::read_dir(fixture.dir.path().join("run/export")).unwrap() {
+        let file = file.unwrap().path();
+        let again = fixture.dir.path().join("again").join(file.file_name().unwrap());
+        assert!(fs::read(&file).unwrap() == fs::read(again).unwrap(), "{}", file.display());
+    }
+    assert_eq!(fixture.json("again/config.json")["model_type"], "qwen3_5");
 }
 
 #[test]
