@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::rollouts::{ENVIRONMENT_IMAGES, GREEDY, IMAGES, MASKS};
+use super::rollouts::{ENVIRONMENT_IMAGES, GREEDY, MASKS};
 use super::step_file::StepFile;
 use crate::error::{Error, Result};
 use crate::experience::{Episode, Experience, Finish, Greedy, Prompt, Response, SamplingMask, Spans};
@@ -66,12 +66,13 @@ fn prompts(file: &StepFile, n: usize) -> Result<Vec<Prompt>> {
 
 impl StepFile {
     /// All samples with all that the file holds of them. `Response::prompt` counts the groups of samples of one prompt.
+    /// Prompts have no images: the data has these.
     ///
     /// # Errors
-    /// `Data` if it cannot be read, or if it has images, of which it only holds small ones.
+    /// `Data` if it cannot be read, or if an environment gave images, of which it only holds small ones.
     pub fn experience(&self) -> Result<Vec<Experience>> {
-        if self.has(IMAGES.0) || self.has(ENVIRONMENT_IMAGES.0) {
-            return Err(self.wrong("its samples have images, which cannot be computed again from a record"));
+        if self.has(ENVIRONMENT_IMAGES.0) {
+            return Err(self.wrong("the environment gave images, of which a record has only small ones"));
         }
         read(self)
     }

@@ -164,6 +164,16 @@ fn a_checkpoint_of_a_reward_model_that_saw_images_exports_what_its_run_exported(
 }
 
 #[test]
+fn a_step_whose_prompts_have_images_is_replayed_to_the_bit() {
+    let fixture = Fixture::new("qwen3_vl");
+    let sampling = "[rollout]\nresponse_tokens_max = 4\nprompts_per_step = 2\nsamples_per_prompt = 2\n";
+    fixture.job("ppo", &format!("{sampling}[reward]\nrule = \"exact\"\n[ppo]\nminibatch_samples = 4\n"));
+    run(fixture.dir.path(), &["run", "job.toml", "job.steps=2", "model.vision=train"]).well();
+    let shown = run(fixture.dir.path(), &["replay", "run", "--step", "2"]).well().stdout;
+    assert!(shown.contains("equal to the bit: step 2"), "{shown}");
+}
+
+#[test]
 fn generated_rows_with_images_have_the_log_probabilities_of_generate() {
     let fixture = Fixture::new("qwen2_5_vl");
     let (dir, model) = (fixture.dir.path(), ["--model", "model", "--input"]);
@@ -348,6 +358,7 @@ fn images_of_an_environment_are_seen_alike_in_sampling_and_training() {
         assert!(
             report.contains("|image_pad|&gt;&lt;|vision_end|") && !report.contains("|image_pad|&gt;&lt;|image_pad|")
         );
+        run(dir, &["replay", "run", "--step", "1"]).refused(65, &["the environment gave images"]);
         feedback_that_cannot_be_read_is_named(&fixture);
     }
 }

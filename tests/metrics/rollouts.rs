@@ -72,7 +72,7 @@ fn images_of_prompts_and_environments_are_recorded_small() {
     let given: Vec<&[String]> = samples.iter().map(|sample| &sample.environment_images[..]).collect();
     assert_eq!(given, [&[][..], &samples[0].images[1..], &[]]);
     let error = StepFile::open(&step_path(dir.path(), 1), 1).unwrap().experience().unwrap_err();
-    assert!(error.message.contains("its samples have images"), "{error}");
+    assert!(error.message.contains("the environment gave images"), "{error}");
     let small = samples[0].images[0].strip_prefix("data:image/jpeg;base64,").unwrap();
     let small = libjpeg_turbo_rs::decompress(&STANDARD.decode(small).unwrap()).unwrap();
     assert_eq!((small.width, small.height), (100, 160), "126 x 201 pixels, smaller");
