@@ -217,8 +217,8 @@ fn check<'a>(given: &'a mut Table, known: &Table, path: &mut Vec<&'a str>, wrong
                 if default.is_array() && !value.is_array() && !value.is_table() {
                     *value = Value::Array(vec![value.clone()]);
                 }
-                if let Some(message) = refusal(path, value.clone()) {
-                    wrong(path, explain(&path.join("."), value, &message));
+                if let Some((place, message)) = refusal(path, value.clone()) {
+                    wrong(path, explain(&place, value, &message));
                 }
             }
         }
@@ -231,10 +231,15 @@ fn is_foreign_table(value: &Value, path: &[&str]) -> bool {
     value.as_table().is_some_and(|inner| !inner.is_empty()) && verl::is_table(&path.join("."))
 }
 
-/// The error of serde for a job with only `value` at `path`; none if serde accepts it.
-fn refusal(path: &[&str], value: Value) -> Option<String> {
+/// The error of serde for a job with only `value` at `path`, and the key that it is about: this one, or one within it. None
+/// if serde accepts it.
+fn refusal(path: &[&str], value: Value) -> Option<(String, String)> {
     let within = |value, key: &&str| Value::Table(Table::from_iter([((*key).to_string(), value)]));
-    Config::deserialize(path.iter().rev().fold(value, within)).err().map(|e| e.message().to_string())
+    let error = Config::deserialize(path.iter().rev().fold(value, within)).err()?;
+    let (shown, path) = (error.to_string(), path.join("."));
+    let place = shown.rsplit_once("in `").and_then(|(_, rest)| rest.split_once('`')).map(|(place, _)| place);
+    let place = place.filter(|place| place.starts_with(&format!("{path}."))).unwrap_or(&path);
+    Some((place.to_owned(), error.message().to_owned()))
 }
 
 /// The position of the value of `path` in the file.

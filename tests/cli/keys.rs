@@ -69,6 +69,11 @@ const OVERRIDES: &[(&[&str], &[&str], &str)] = &[
     (&["job.steps=many"], &["job.steps=many", "must be an integer (got a string \"many\")"], ""),
     (&["job.export=1"], &["job.export must be true or false (got an integer `1`)"], ""),
     (&["data.prompts={}"], &["data.prompts must be a list (got a table"], ""),
+    (
+        &["mesh.placement=[{roles=[\"actor\"],ranks=1}]"],
+        &["mesh.placement.ranks must be a string (got an integer `1`)"],
+        "",
+    ),
     (&["ppo.gamma=high"], &["ppo.gamma must be a number (got a string \"high\")"], ""),
     (&["job.steps=-1"], &["must be an integer of at least 0 (got an integer `-1`)"], ""),
     (&["ppo.advantage=gea"], &["unknown value `gea`"], "did you mean `gae`?"),
