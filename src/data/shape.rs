@@ -302,7 +302,7 @@ fn named_as_usual(message: Value, key: &str) -> Result<Value> {
             there.join(", ")
         )));
     };
-    images::check_parts(&message, &format!("a message in field {key:?}"))?;
+    images::check_parts(&message, format_args!("a message in field {key:?}"))?;
     if let Some((_, usual)) = ROLES.iter().find(|(other, _)| *other == role) {
         if usual.is_empty() && is_foreign {
             return Err(Error::data(format!(

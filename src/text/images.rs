@@ -9,6 +9,7 @@ use crate::sys::files;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Map, Value, json};
+use std::fmt::Display;
 use std::path::Path;
 
 /// The keys of a part that hold its image.
@@ -160,7 +161,7 @@ fn list(value: Value) -> Vec<Value> {
 ///
 /// # Errors
 /// `Data`, if it has video or audio.
-pub fn check_parts(message: &Map<String, Value>, what: &str) -> Result<()> {
+pub fn check_parts(message: &Map<String, Value>, what: impl Display) -> Result<()> {
     let parts = message.get("content").and_then(Value::as_array).into_iter().flatten();
     for (part, unread) in parts.flat_map(|part| UNREAD_PARTS.map(|unread| (part, unread))) {
         if part["type"].as_str().is_some_and(|kind| kind.contains(unread)) || !part[unread].is_null() {
